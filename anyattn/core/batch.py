@@ -1,0 +1,346 @@
+"""`ForwardBatch`: what one step computes. Plain data; tables and device copies are the compiler's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+
+from anyattn.errors import BatchError
+
+__all__ = [
+    "Exact",
+    "ExplicitMask",
+    "ForwardBatch",
+    "ForwardMode",
+    "HostLengths",
+    "IntLike",
+    "UpperBound",
+]
+
+IntLike = Sequence[int] | torch.Tensor
+_serials = itertools.count(1)
+
+
+class ForwardMode(Enum):
+    """What kind of step this is. `seq_lens` includes the step's own tokens in every mode."""
+
+    DECODE = "decode"
+    EXTEND = "extend"
+    MIXED = "mixed"
+    IDLE = "idle"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_EXTEND = "draft_extend"
+    SPLIT_PREFILL = "split_prefill"
+    DLLM_EXTEND = "dllm_extend"
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Lengths known exactly on the host: int64 CPU tensors `[B]`."""
+
+    seq_lens: torch.Tensor
+    extend_lens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class UpperBound:
+    """Bounds only: no request has more KV tokens / new tokens than this."""
+
+    max_seq_len: int
+    max_extend_len: int = 1
+
+
+HostLengths = Exact | UpperBound | None
+
+
+@dataclass(frozen=True)
+class ExplicitMask:
+    """Bool cells (True = visible) of every (query, key) pair, requests one after another, rows first.
+
+    `cells [sum(extend_len_i * seq_len_i)]`; request i starts at `indptr[i]` (int64 `[B + 1]`); the row
+    stride is `seq_lens[i]`, the *untrimmed* length, so columns are key indices 0 .. seq_len - 1.
+    """
+
+    cells: torch.Tensor
+    indptr: torch.Tensor
+
+    @staticmethod
+    def from_matrices(masks: Sequence[torch.Tensor]) -> ExplicitMask:
+        """From one bool `[extend_len, seq_len]` matrix per request."""
+        sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64)
+        cells = torch.cat([m.reshape(-1).to(torch.bool) for m in masks])
+        return ExplicitMask(cells, sizes.cumsum(0))
+
+
+def _index(values: IntLike, name: str) -> torch.Tensor:
+    """int64 1-D tensor on its own device (lists: on the CPU)."""
+    if isinstance(values, torch.Tensor):
+        if values.dtype.is_floating_point or values.dtype is torch.bool or values.dim() != 1:
+            raise BatchError(
+                f"{name} must be a 1-D integer tensor or a list",
+                asked=f"{values.dtype} of rank {values.dim()}",
+            )
+        return values.to(torch.int64)
+    return torch.tensor([int(v) for v in values], dtype=torch.int64)
+
+
+def _host_lengths(
+    seq: torch.Tensor, ext: torch.Tensor, given: HostLengths | Literal["copy"]
+) -> HostLengths:
+    """Exact where the tensors are on the CPU already; a device copy only on explicit request."""
+    if seq.device.type == "cpu" and ext.device.type == "cpu":
+        return Exact(seq, ext) if given is None or given == "copy" else given
+    if given == "copy":
+        return Exact(seq.cpu(), ext.cpu())
+    return given
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """One step. Build it with `extend`, `decode`, `mixed`, `verify` or `idle`.
+
+    Integer fields may be lists (they stay on the host, exact, and are uploaded once by the compiler)
+    or tensors on the CPU or the device. B requests, T query tokens.
+
+    Attributes:
+        req_pool_indices: int64 `[B]`, rows of `RequestTable.req_to_token`.
+        seq_lens: int64 `[B]`, KV tokens attended to, this step's own included, in every mode.
+        extend_seq_lens: int64 `[B]`, query tokens of each request.
+        out_cache_loc: int64 `[T]`, slot that each new token's KV is written to.
+        positions: int64 `[T]` token positions, or None for `prefix .. seq_len - 1`.
+        host_lens: `Exact`, `UpperBound` or None (unknown on the host).
+        mask: explicit visibility (TARGET_VERIFY, DLLM_EXTEND), or None.
+        encoder_lens, encoder_out_cache_loc: int64 `[B]` and `[sum]` for cross-attention.
+        num_decode: decode rows at the tail of a MIXED batch.
+        num_padding_requests, num_padding_tokens: rows at the end that stand for nobody.
+        captured_mode, logical_mode: mode of the graph, mode before a relabelling; default `forward_mode`.
+        serial: identity of this batch; a plan remembers it.
+    """
+
+    forward_mode: ForwardMode
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    extend_seq_lens: torch.Tensor
+    out_cache_loc: torch.Tensor
+    num_tokens: int
+    positions: torch.Tensor | None = None
+    host_lens: HostLengths = None
+    mask: ExplicitMask | None = None
+    encoder_lens: torch.Tensor | None = None
+    encoder_out_cache_loc: torch.Tensor | None = None
+    spec_info: Any = None
+    num_decode: int = 0
+    num_padding_requests: int = 0
+    num_padding_tokens: int = 0
+    captured_mode: ForwardMode | None = None
+    logical_mode: ForwardMode | None = None
+    serial: int = field(default_factory=lambda: next(_serials))
+
+    @property
+    def batch_size(self) -> int:
+        """B, padding included."""
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The mode as the scheduler meant it (`logical_mode` where set)."""
+        return self.logical_mode or self.forward_mode
+
+    @property
+    def exact(self) -> Exact | None:
+        """Host lengths if they are exact."""
+        return self.host_lens if isinstance(self.host_lens, Exact) else None
+
+    @staticmethod
+    def extend(
+        req_pool_indices: IntLike,
+        prefix_lens: IntLike,
+        extend_lens: IntLike,
+        out_cache_loc: IntLike,
+        *,
+        mode: ForwardMode = ForwardMode.EXTEND,
+        positions: IntLike | None = None,
+        mask: ExplicitMask | None = None,
+        encoder_lens: IntLike | None = None,
+        encoder_out_cache_loc: IntLike | None = None,
+        host_lens: HostLengths | Literal["copy"] = None,
+        num_tokens: int | None = None,
+        num_decode: int = 0,
+        num_padding_requests: int = 0,
+        num_padding_tokens: int = 0,
+        spec_info: Any = None,
+    ) -> ForwardBatch:
+        """New tokens on top of `prefix_lens` cached ones. An extend length may be 0; B may not.
+
+        Raises:
+            BatchError: no request, sizes that disagree, negative lengths.
+        """
+        req = _index(req_pool_indices, "req_pool_indices")
+        prefix, ext = _index(prefix_lens, "prefix_lens"), _index(extend_lens, "extend_lens")
+        loc = _index(out_cache_loc, "out_cache_loc")
+        batch_size = req.shape[0]
+        if batch_size == 0:
+            raise BatchError(
+                "a batch without requests", asked="[]", hint="use ForwardBatch.idle() for an empty step"
+            )
+        for name, value in (("prefix_lens", prefix), ("extend_lens", ext)):
+            if value.shape[0] != batch_size:
+                raise BatchError(
+                    f"{name} disagrees with req_pool_indices", asked=value.shape[0], allowed=batch_size
+                )
+            if value.device.type == "cpu" and bool((value < 0).any()):
+                raise BatchError(f"{name} may not be negative", asked=value.tolist(), allowed=">= 0")
+        tokens = loc.shape[0] if num_tokens is None else num_tokens
+        if loc.shape[0] != tokens:
+            raise BatchError("out_cache_loc has one slot per token", asked=loc.shape[0], allowed=tokens)
+        if ext.device.type == "cpu":
+            total = int(ext.sum()) + num_padding_tokens
+            if total != tokens:
+                raise BatchError(
+                    "extend_lens must add up to out_cache_loc's length", asked=total, allowed=tokens
+                )
+        seq = prefix + ext
+        pos = None if positions is None else _index(positions, "positions")
+        if pos is not None and pos.shape[0] != tokens:
+            raise BatchError("positions has one entry per token", asked=pos.shape[0], allowed=tokens)
+        enc = None if encoder_lens is None else _index(encoder_lens, "encoder_lens")
+        if enc is not None and enc.shape[0] != batch_size:
+            raise BatchError(
+                "encoder_lens disagrees with req_pool_indices", asked=enc.shape[0], allowed=batch_size
+            )
+        enc_loc = (
+            None if encoder_out_cache_loc is None else _index(encoder_out_cache_loc, "encoder_out_cache_loc")
+        )
+        return ForwardBatch(
+            forward_mode=mode,
+            req_pool_indices=req,
+            seq_lens=seq,
+            extend_seq_lens=ext,
+            out_cache_loc=loc,
+            num_tokens=tokens,
+            positions=pos,
+            host_lens=_host_lengths(seq, ext, host_lens),
+            mask=mask,
+            encoder_lens=enc,
+            encoder_out_cache_loc=enc_loc,
+            spec_info=spec_info,
+            num_decode=num_decode,
+            num_padding_requests=num_padding_requests,
+            num_padding_tokens=num_padding_tokens,
+        )
+
+    @staticmethod
+    def decode(
+        req_pool_indices: IntLike,
+        seq_lens: IntLike,
+        out_cache_loc: IntLike,
+        *,
+        positions: IntLike | None = None,
+        encoder_lens: IntLike | None = None,
+        host_lens: HostLengths | Literal["copy"] = None,
+        num_padding_requests: int = 0,
+        spec_info: Any = None,
+    ) -> ForwardBatch:
+        """One token per request; `seq_lens` include it.
+
+        Raises:
+            BatchError: no request, sizes that disagree, a length below 1.
+        """
+        seq = _index(seq_lens, "seq_lens")
+        if seq.device.type == "cpu" and bool((seq < 1).any()) and num_padding_requests == 0:
+            raise BatchError(
+                "seq_lens includes the token of this step", asked=seq.tolist(), allowed=">= 1"
+            )
+        ones = torch.ones_like(seq)
+        return ForwardBatch.extend(
+            req_pool_indices,
+            (seq - ones).clamp_min(0),
+            ones,
+            out_cache_loc,
+            mode=ForwardMode.DECODE,
+            positions=positions,
+            encoder_lens=encoder_lens,
+            host_lens=host_lens,
+            num_padding_requests=num_padding_requests,
+            spec_info=spec_info,
+        )
+
+    @staticmethod
+    def mixed(
+        req_pool_indices: IntLike,
+        prefix_lens: IntLike,
+        extend_lens: IntLike,
+        out_cache_loc: IntLike,
+        *,
+        num_decode: int | None = None,
+        host_lens: HostLengths | Literal["copy"] = None,
+    ) -> ForwardBatch:
+        """Prefill chunks first, decode rows (one-token extends) last.
+
+        `num_decode` defaults to the trailing run of one-token extends; it must be given when the
+        lengths are on a device.
+
+        Raises:
+            BatchError: as `extend`, or a decode row that isn't one token long.
+        """
+        ext = _index(extend_lens, "extend_lens")
+        on_host = ext.device.type == "cpu"
+        if num_decode is None:
+            if not on_host:
+                raise BatchError("mixed() with device lengths", hint="pass num_decode")
+            num_decode = sum(1 for _ in itertools.takewhile(lambda n: n == 1, reversed(ext.tolist())))
+        elif on_host and num_decode and bool((ext[-num_decode:] != 1).any()):
+            raise BatchError(
+                "decode rows of a mixed batch are one token long and stand last",
+                asked=ext.tolist(),
+                allowed=f"the last {num_decode} equal to 1",
+            )
+        return ForwardBatch.extend(
+            req_pool_indices,
+            prefix_lens,
+            ext,
+            out_cache_loc,
+            mode=ForwardMode.MIXED,
+            host_lens=host_lens,
+            num_decode=num_decode,
+        )
+
+    @staticmethod
+    def verify(
+        req_pool_indices: IntLike,
+        prefix_lens: IntLike,
+        draft_lens: IntLike,
+        out_cache_loc: IntLike,
+        *,
+        mask: ExplicitMask | None = None,
+        positions: IntLike | None = None,
+        host_lens: HostLengths | Literal["copy"] = None,
+    ) -> ForwardBatch:
+        """Draft tokens to verify: a chain without `mask`, a tree with one."""
+        return ForwardBatch.extend(
+            req_pool_indices,
+            prefix_lens,
+            draft_lens,
+            out_cache_loc,
+            mode=ForwardMode.TARGET_VERIFY,
+            mask=mask,
+            positions=positions,
+            host_lens=host_lens,
+        )
+
+    @staticmethod
+    def idle() -> ForwardBatch:
+        """An empty step: no request, no token, no kernel."""
+        none = torch.empty(0, dtype=torch.int64)
+        return ForwardBatch(
+            ForwardMode.IDLE, none, none, none, none, num_tokens=0, host_lens=Exact(none, none)
+        )
+
+    def view(self, **fields: Any) -> ForwardBatch:
+        """A copy with other fields and a new identity, unchecked: for replay buffers."""
+        return replace(self, serial=next(_serials), **fields)

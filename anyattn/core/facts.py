@@ -1,0 +1,70 @@
+"""What is known about a machine and its kernel libraries. Data only: `detect` fills it, selection reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["HostFacts", "LibraryFacts", "LibraryState"]
+
+
+class LibraryState(Enum):
+    """`UNKNOWN`: the distribution is there, nobody imported it. `USABLE` only after a real probe."""
+
+    MISSING = "missing"
+    UNKNOWN = "unknown"
+    USABLE = "usable"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class LibraryFacts:
+    """One distribution.
+
+    `modules` are the top-level names that it owns on this host (the last one installed owns a shared
+    name); `reason` says why a library is broken.
+    """
+
+    distribution: str
+    version: str | None = None
+    modules: tuple[str, ...] = ()
+    state: LibraryState = LibraryState.UNKNOWN
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One machine as selection sees it.
+
+    `platform` is cuda | rocm | ascend | cpu; `arch` is the exact architecture (`sm90`, `gfx942`,
+    `910b`, `amx`, `avx512`, `avx2`, `arm`, `generic`): never a family. `runtime` is the CUDA, ROCm or
+    CANN version that the driver supports, `torch_build` what torch was built for (`cuda 13.0`, `cpu`).
+    `libraries` maps a normalised distribution name to its facts; an absent name is a missing library.
+    """
+
+    platform: str
+    arch: str
+    device_name: str = ""
+    device_count: int = 0
+    memory_bytes: int | None = None
+    num_units: int | None = None  # SMs, CUs, AI cores or CPU cores
+    features: frozenset[str] = frozenset()
+    driver: str | None = None
+    runtime: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    torch_build: str | None = None
+    libraries: Mapping[str, LibraryFacts] = field(default_factory=dict)
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """`platform:arch`, the key of capability rows."""
+        return f"{self.platform}:{self.arch}"
+
+    def library(self, distribution: str) -> LibraryFacts:
+        """Facts of one distribution; state MISSING when it isn't installed."""
+        found = self.libraries.get(distribution)
+        return found or LibraryFacts(distribution, state=LibraryState.MISSING)

@@ -1,0 +1,88 @@
+"""Groups: which layers share a table, and which share a plan.
+
+A *table group* says which slots are read; a *plan group* says which kernel specialisation reads them.
+One step compiles one table per table group and plans once per plan group, for its largest head count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from anyattn.core.spec import AttentionKind, AttentionSpec
+
+__all__ = ["GroupSet", "PlanGroup", "Space", "TableGroup"]
+
+
+class Space(Enum):
+    """The pool that slots point into."""
+
+    FULL = "full"
+    WINDOW = "window"
+    ENCODER = "encoder"
+
+
+@dataclass(frozen=True)
+class TableGroup:
+    """Slots that one table lists. `window` W trims it to the keys that some query of the step can see."""
+
+    space: Space = Space.FULL
+    window: int | None = None
+    kind: AttentionKind = AttentionKind.CAUSAL
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> TableGroup:
+        """The table group of a layer in a pool without separate window storage."""
+        space = Space.ENCODER if spec.kind is AttentionKind.CROSS else Space.FULL
+        return TableGroup(space, spec.sliding_window, spec.kind)
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """Everything that a kernel bakes into its plan except the head count of queries."""
+
+    table: TableGroup
+    head_dim: int
+    v_head_dim: int
+    num_kv_heads: int
+    scale: float
+    logit_cap: float | None = None
+    sinks: bool = False
+    mla: bool = False
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> PlanGroup:
+        """The plan group of a layer, a function of its spec alone."""
+        return PlanGroup(
+            TableGroup.of(spec),
+            spec.head_dim,
+            spec.v_head_dim,
+            spec.num_kv_heads,
+            spec.scale,
+            spec.logit_cap,
+            spec.sinks,
+            spec.mla is not None,
+        )
+
+
+@dataclass(frozen=True)
+class GroupSet:
+    """All groups of a model. `max_q_heads[g]` is the head count that group g is planned for."""
+
+    plan_groups: tuple[PlanGroup, ...]
+    max_q_heads: dict[PlanGroup, int]
+
+    @staticmethod
+    def from_specs(specs: Sequence[AttentionSpec]) -> GroupSet:
+        """Groups in the order in which layers first need them."""
+        heads: dict[PlanGroup, int] = {}
+        for spec in specs:
+            group = PlanGroup.of(spec)
+            heads[group] = max(heads.get(group, 0), spec.num_q_heads)
+        return GroupSet(tuple(heads), heads)
+
+    @property
+    def table_groups(self) -> tuple[TableGroup, ...]:
+        """Distinct tables, in first-use order."""
+        return tuple(dict.fromkeys(g.table for g in self.plan_groups))

@@ -1,0 +1,153 @@
+"""What one step compiles to: tables in the forms that kernels read, and the plan that carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.groups import Space, TableGroup
+
+__all__ = ["HostTable", "Plan", "PlanKey", "Strategy", "Table", "TableForm", "TableKind"]
+
+
+class TableKind(Enum):
+    """Shape of a KV table.
+
+    TOKEN_CSR / PAGE_CSR: `indptr [B + 1]` and flat `indices` of token slots / page numbers.
+    BLOCK_TABLE: page numbers `[B, width]`. REQUEST_TABLE: no table; the kernel reads `req_to_token`
+    through `req_pool_indices`.
+    """
+
+    TOKEN_CSR = "token_csr"
+    PAGE_CSR = "page_csr"
+    BLOCK_TABLE = "block_table"
+    REQUEST_TABLE = "request_table"
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """A table as one kernel reads it. Its granularity is part of the type.
+
+    Attributes:
+        kernel_page: tokens an entry stands for (1 = token slots). Divides the pool's page.
+        fill: entry of unused cells.
+        width_multiple: BLOCK_TABLE width is rounded up to this.
+        index_slack: extra `fill` entries behind the CSR indices (some kernels read past the end).
+    """
+
+    kind: TableKind
+    kernel_page: int = 1
+    fill: int = 0
+    width_multiple: int = 1
+    index_slack: int = 0
+    index_dtype: torch.dtype = torch.int32
+
+    @property
+    def granularity(self) -> str:
+        """`token` or `page`."""
+        return "token" if self.kernel_page == 1 else "page"
+
+
+@dataclass(frozen=True, eq=False)
+class HostTable:
+    """Host mirrors of a table's offsets, int32 CPU tensors; present when lengths are exact."""
+
+    indptr: torch.Tensor
+    kv_lens: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One group's table in one form.
+
+    Attributes:
+        kv_start: int32 `[B]`, position of the first token that the table lists (trimmed windows;
+            page-aligned for page granularity).
+        kv_lens: int32 `[B]`, tokens listed: `seq_lens - kv_start`.
+        indptr, indices: CSR forms. `last_page_len`: int32 `[B]`, tokens in each last page (PAGE_CSR, TOKEN_CSR).
+        block_table: `[B, width]`.
+        host: host mirrors where lengths are exact.
+    """
+
+    form: TableForm
+    kv_start: torch.Tensor
+    kv_lens: torch.Tensor
+    indptr: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    last_page_len: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    host: HostTable | None = None
+
+    @property
+    def csr(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(indptr, indices)` of a CSR form."""
+        assert self.indptr is not None
+        assert self.indices is not None
+        return self.indptr, self.indices
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`block_table` of a BLOCK_TABLE form."""
+        assert self.block_table is not None
+        return self.block_table
+
+
+class Strategy(Enum):
+    """How an extend is computed; chosen per step, outside any graph."""
+
+    PAGED = "paged"
+    RAGGED = "ragged"
+    RAGGED_MERGE = "ragged_merge"
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """The shape that a plan was made for. `serial` is the batch's identity, `owner` the backend's."""
+
+    serial: int
+    owner: int
+    mode: ForwardMode
+    num_requests: int
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class Plan:
+    """One compiled step. Several may be alive at once; none is changed by making another.
+
+    Attributes:
+        req_pool_indices: int64 `[B]`; seq_lens, prefix_lens, extend_lens: int32 `[B]`;
+        query_offsets: int32 `[B + 1]`; positions: int64 `[T]`; all on the pool's device.
+        write_locs: slots that new KV goes to, int64 `[T]`, per space.
+        max_q_len, max_kv_len: host bounds (exact where host lengths are).
+        tables: one table per table group, in the backend's form.
+        mask: explicit mask on the device, or None.
+        private: library objects of the backend.
+        children: plans of a wrapper's children, in their order (None = not planned this step).
+    """
+
+    key: PlanKey
+    batch: ForwardBatch
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    query_offsets: torch.Tensor
+    positions: torch.Tensor
+    write_locs: dict[Space, torch.Tensor]
+    max_q_len: int
+    max_kv_len: int
+    tables: dict[TableGroup, Table] = field(default_factory=dict)
+    host_seq_lens: list[int] | None = None
+    host_extend_lens: list[int] | None = None
+    mask_cells: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+    encoder_lens: torch.Tensor | None = None
+    strategy: Strategy = Strategy.PAGED
+    private: Any = None
+    children: Sequence[Plan | None] = ()

@@ -1,0 +1,1 @@
+"""Selection: request + host facts + catalog rows -> a `Decision` that explains itself."""
