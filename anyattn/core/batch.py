@@ -89,9 +89,7 @@ def _index(values: IntLike, name: str) -> torch.Tensor:
     return torch.tensor([int(v) for v in values], dtype=torch.int64)
 
 
-def _host_lengths(
-    seq: torch.Tensor, ext: torch.Tensor, given: HostLengths | Literal["copy"]
-) -> HostLengths:
+def _host_lengths(seq: torch.Tensor, ext: torch.Tensor, given: HostLengths | Literal["copy"]) -> HostLengths:
     """Exact where the tensors are on the CPU already; a device copy only on explicit request."""
     if seq.device.type == "cpu" and ext.device.type == "cpu":
         return Exact(seq, ext) if given is None or given == "copy" else given
@@ -253,9 +251,7 @@ class ForwardBatch:
         """
         seq = _index(seq_lens, "seq_lens")
         if seq.device.type == "cpu" and bool((seq < 1).any()) and num_padding_requests == 0:
-            raise BatchError(
-                "seq_lens includes the token of this step", asked=seq.tolist(), allowed=">= 1"
-            )
+            raise BatchError("seq_lens includes the token of this step", asked=seq.tolist(), allowed=">= 1")
         ones = torch.ones_like(seq)
         return ForwardBatch.extend(
             req_pool_indices,

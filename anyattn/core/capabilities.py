@@ -22,6 +22,7 @@ __all__ = [
     "ModelKind",
     "PageSizes",
     "Phase",
+    "Preference",
     "Proof",
     "Provider",
 ]
@@ -231,3 +232,20 @@ class BackendRecord:
     def row_kinds(self) -> frozenset[ModelKind]:
         """Model kinds that some row serves."""
         return frozenset(k for row in self.rows for k in row.kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Backends in order of preference for one phase and model kind on exact architectures, with evidence.
+
+    `evidence` says why in one or two lines; `date` (YYYY-MM-DD) when that was last checked; `library`
+    for which versions. A list that nobody measured says "not measured".
+    """
+
+    architectures: tuple[str, ...]
+    phase: Phase
+    order: tuple[str, ...]
+    evidence: str
+    date: str
+    kind: ModelKind = ModelKind.DENSE
+    library: str = ""

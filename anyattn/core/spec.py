@@ -84,7 +84,9 @@ class AttentionSpec:
                 raise ConfigError("MLA needs an explicit scale", hint="scale=1/sqrt(nope + rope head size)")
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         if self.v_head_dim < 1 or not math.isfinite(self.scale):
-            raise ConfigError("v_head_dim / scale", asked=(self.v_head_dim, self.scale), allowed="> 0, finite")
+            raise ConfigError(
+                "v_head_dim / scale", asked=(self.v_head_dim, self.scale), allowed="> 0, finite"
+            )
 
     @property
     def group_size(self) -> int:

@@ -1,0 +1,1 @@
+"""Backend records and capability rows, one data file a platform. No torch."""

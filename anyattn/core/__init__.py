@@ -1,0 +1,1 @@
+"""Contract, compiler, selection and graph logic: torch and the standard library only."""

@@ -1,0 +1,1 @@
+"""KV storage: pools, request table, allocator, scales."""

@@ -1,0 +1,1 @@
+"""Pool classes, one layout family a file."""

@@ -1,0 +1,1 @@
+"""The metadata compiler: one pass a step and table group."""

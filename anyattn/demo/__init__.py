@@ -1,0 +1,1 @@
+"""A small real language model on the package."""

@@ -1,0 +1,1 @@
+"""Per-platform preferences, graph objects and streams."""
