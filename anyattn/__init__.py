@@ -1,1 +1,89 @@
-"""anyattn"""
+"""anyattn: the attention layer for LLM inference that runs on whatever accelerator is there.
+
+Everything public is loaded on first use, so that importing the package costs nothing and touches no
+vendor library and no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anyattn.api import create_backend, select
+    from anyattn.core import kv
+    from anyattn.core.batch import Exact, ExplicitMask, ForwardBatch, ForwardMode, UpperBound
+    from anyattn.core.call import LayerInputs, LayerOutput
+    from anyattn.core.capabilities import Feature
+    from anyattn.core.context import current_context, forward_context
+    from anyattn.core.layer import AttentionLayer
+    from anyattn.core.select.decision import Decision
+    from anyattn.core.spec import AttentionKind, AttentionSpec, Limits, MLASpec
+    from anyattn.core.state import AttentionState
+    from anyattn.errors import AnyattnError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AnyattnError": "anyattn.errors",
+    "AttentionKind": "anyattn.core.spec",
+    "AttentionLayer": "anyattn.core.layer",
+    "AttentionSpec": "anyattn.core.spec",
+    "AttentionState": "anyattn.core.state",
+    "Decision": "anyattn.core.select.decision",
+    "Exact": "anyattn.core.batch",
+    "ExplicitMask": "anyattn.core.batch",
+    "Feature": "anyattn.core.capabilities",
+    "ForwardBatch": "anyattn.core.batch",
+    "ForwardMode": "anyattn.core.batch",
+    "LayerInputs": "anyattn.core.call",
+    "LayerOutput": "anyattn.core.call",
+    "Limits": "anyattn.core.spec",
+    "MLASpec": "anyattn.core.spec",
+    "UpperBound": "anyattn.core.batch",
+    "create_backend": "anyattn.api",
+    "current_context": "anyattn.core.context",
+    "forward_context": "anyattn.core.context",
+    "kv": "anyattn.core",
+    "select": "anyattn.api",
+}
+
+__all__ = [
+    "AnyattnError",
+    "AttentionKind",
+    "AttentionLayer",
+    "AttentionSpec",
+    "AttentionState",
+    "Decision",
+    "Exact",
+    "ExplicitMask",
+    "Feature",
+    "ForwardBatch",
+    "ForwardMode",
+    "LayerInputs",
+    "LayerOutput",
+    "Limits",
+    "MLASpec",
+    "UpperBound",
+    "__version__",
+    "create_backend",
+    "current_context",
+    "forward_context",
+    "kv",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'anyattn' has no attribute {name!r}")
+    if name == "kv":
+        value: Any = importlib.import_module("anyattn.core.kv")
+    else:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

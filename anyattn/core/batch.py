@@ -109,7 +109,7 @@ class ForwardBatch:
         req_pool_indices: int64 `[B]`, rows of `RequestTable.req_to_token`.
         seq_lens: int64 `[B]`, KV tokens attended to, this step's own included, in every mode.
         extend_seq_lens: int64 `[B]`, query tokens of each request.
-        out_cache_loc: int64 `[T]`, slot that each new token's KV is written to.
+        out_cache_loc: int64 `[T]`, slot that each new token's KV is written to, or None (stores nothing).
         positions: int64 `[T]` token positions, or None for `prefix .. seq_len - 1`.
         host_lens: `Exact`, `UpperBound` or None (unknown on the host).
         mask: explicit visibility (TARGET_VERIFY, DLLM_EXTEND), or None.
@@ -124,7 +124,7 @@ class ForwardBatch:
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     extend_seq_lens: torch.Tensor
-    out_cache_loc: torch.Tensor
+    out_cache_loc: torch.Tensor | None
     num_tokens: int
     positions: torch.Tensor | None = None
     host_lens: HostLengths = None
@@ -159,7 +159,7 @@ class ForwardBatch:
         req_pool_indices: IntLike,
         prefix_lens: IntLike,
         extend_lens: IntLike,
-        out_cache_loc: IntLike,
+        out_cache_loc: IntLike | None,
         *,
         mode: ForwardMode = ForwardMode.EXTEND,
         positions: IntLike | None = None,
@@ -167,7 +167,6 @@ class ForwardBatch:
         encoder_lens: IntLike | None = None,
         encoder_out_cache_loc: IntLike | None = None,
         host_lens: HostLengths | Literal["copy"] = None,
-        num_tokens: int | None = None,
         num_decode: int = 0,
         num_padding_requests: int = 0,
         num_padding_tokens: int = 0,
@@ -175,12 +174,15 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """New tokens on top of `prefix_lens` cached ones. An extend length may be 0; B may not.
 
+        `out_cache_loc=None` says that the step stores nothing (encoder-only layers, or layers called
+        with `save_kv_cache=False`); the lengths must then be on the host.
+
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
         """
         req = _index(req_pool_indices, "req_pool_indices")
         prefix, ext = _index(prefix_lens, "prefix_lens"), _index(extend_lens, "extend_lens")
-        loc = _index(out_cache_loc, "out_cache_loc")
+        loc = None if out_cache_loc is None else _index(out_cache_loc, "out_cache_loc")
         batch_size = req.shape[0]
         if batch_size == 0:
             raise BatchError(
@@ -193,15 +195,14 @@ class ForwardBatch:
                 )
             if value.device.type == "cpu" and bool((value < 0).any()):
                 raise BatchError(f"{name} may not be negative", asked=value.tolist(), allowed=">= 0")
-        tokens = loc.shape[0] if num_tokens is None else num_tokens
-        if loc.shape[0] != tokens:
-            raise BatchError("out_cache_loc has one slot per token", asked=loc.shape[0], allowed=tokens)
-        if ext.device.type == "cpu":
-            total = int(ext.sum()) + num_padding_tokens
-            if total != tokens:
-                raise BatchError(
-                    "extend_lens must add up to out_cache_loc's length", asked=total, allowed=tokens
-                )
+        on_host = ext.device.type == "cpu"
+        if loc is None and not on_host:
+            raise BatchError("out_cache_loc=None with device lengths", hint="give extend_lens as a list")
+        total = int(ext.sum()) + num_padding_tokens if on_host else None
+        tokens = total if loc is None else loc.shape[0]
+        if total is not None and total != tokens:
+            raise BatchError("extend_lens must add up to out_cache_loc's length", asked=total, allowed=tokens)
+        assert tokens is not None
         seq = prefix + ext
         pos = None if positions is None else _index(positions, "positions")
         if pos is not None and pos.shape[0] != tokens:

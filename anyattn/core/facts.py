@@ -1,4 +1,4 @@
-"""What is known about a machine and its kernel libraries. Data only: `detect` fills it, selection reads it."""
+"""What is known about a machine and its kernel libraries. Data: `detect` fills it, selection reads it."""
 
 from __future__ import annotations
 

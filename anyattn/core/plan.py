@@ -61,7 +61,7 @@ class HostTable:
     kv_lens: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Table:
     """One group's table in one form.
 
@@ -69,7 +69,7 @@ class Table:
         kv_start: int32 `[B]`, position of the first token that the table lists (trimmed windows;
             page-aligned for page granularity).
         kv_lens: int32 `[B]`, tokens listed: `seq_lens - kv_start`.
-        indptr, indices: CSR forms. `last_page_len`: int32 `[B]`, tokens in each last page (PAGE_CSR, TOKEN_CSR).
+        indptr, indices: CSR forms. `last_page_len`: int32 `[B]`, tokens in each last page.
         block_table: `[B, width]`.
         host: host mirrors where lengths are exact.
     """
@@ -126,7 +126,9 @@ class Plan:
         write_locs: slots that new KV goes to, int64 `[T]`, per space.
         max_q_len, max_kv_len: host bounds (exact where host lengths are).
         tables: one table per table group, in the backend's form.
-        mask: explicit mask on the device, or None.
+        mask_cells, mask_indptr: explicit mask on the device (`ExplicitMask`), or None; offsets also on the
+            host where they are known there.
+        host_seq_lens, host_extend_lens: exact lengths on the host, or None.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
     """
@@ -147,6 +149,7 @@ class Plan:
     host_extend_lens: list[int] | None = None
     mask_cells: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
+    host_mask_indptr: list[int] | None = None
     encoder_lens: torch.Tensor | None = None
     strategy: Strategy = Strategy.PAGED
     private: Any = None

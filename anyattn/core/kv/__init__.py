@@ -1,1 +1,9 @@
-"""KV storage: pools, request table, allocator, scales."""
+"""KV storage: pools, the request table, the allocator, scales. Public as `anyattn.kv`."""
+
+from anyattn.core.kv.factory import create_pool
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.kv.scales import KVScale
+
+__all__ = ["KVPool", "KVScale", "MHAPool", "RequestTable", "create_pool"]

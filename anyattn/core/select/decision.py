@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from anyattn.core.capabilities import Phase
-
-if TYPE_CHECKING:
-    from anyattn.core.facts import HostFacts
-    from anyattn.core.select.request import Request
+from anyattn.core.capabilities import CapabilityRow, Phase
+from anyattn.core.facts import HostFacts
+from anyattn.core.select.codec import from_plain, to_plain
+from anyattn.core.select.request import Request
+from anyattn.errors import ConfigError, SelectionError
 
 __all__ = ["SCHEMA", "Accepted", "Candidate", "Decision", "Degraded", "KVChoice", "PhaseChoice", "Reason",
            "ReasonCode", "Rejected", "Verdict"]  # fmt: skip
 
 SCHEMA = 1
+"""Version of the JSON that `Decision.to_json` writes."""
 
 
 class ReasonCode(Enum):
@@ -83,3 +85,192 @@ class Rejected:
 
 
 Verdict = Accepted | Degraded | Rejected
+
+
+@dataclass(frozen=True)
+class PhaseChoice:
+    """Who serves one phase, and why.
+
+    `target` is the lazy path of the class, None where no adapter exists (`built` False, simulated hosts
+    only). `kernel_page` is what its kernel reads; the pool's page is a multiple. `how` is one of explicit,
+    environment, pinned, measured, priority, only.
+    """
+
+    backend: str
+    target: str | None
+    method: str
+    built: bool
+    kernel_page: int
+    how: str
+    verdict: Verdict
+    row: CapabilityRow
+    evidence: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        data: dict[str, Any] = to_plain(self)
+        return data | {"verdict": _verdict_to_json(self.verdict)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PhaseChoice:
+        """The choice that `to_json` wrote."""
+        row = from_plain(CapabilityRow, data["row"])
+        return PhaseChoice(**{**data, "row": row, "verdict": _verdict_from_json(data["verdict"])})
+
+
+@dataclass(frozen=True)
+class KVChoice:
+    """The one KV pool that all phases share: tokens a page, layout, element type."""
+
+    page_size: int
+    layout: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One backend in one phase: its verdict, and whether its library imports (`unknown` until probed)."""
+
+    backend: str
+    phase: Phase
+    verdict: Verdict
+    importable: str
+    built: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        verdict = _verdict_to_json(self.verdict)
+        head = {"backend": self.backend, "phase": self.phase.value}
+        return {**head, "verdict": verdict["kind"], "reasons": verdict["reasons"],
+                "importable": self.importable, "built": self.built}  # fmt: skip
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Candidate:
+        """The candidate that `to_json` wrote."""
+        verdict = _verdict_from_json({"kind": data["verdict"], "reasons": data["reasons"]})
+        return Candidate(data["backend"], Phase(data["phase"]), verdict, data["importable"], data["built"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was chosen for one request on one host, how, and why nothing else was.
+
+    `verify` and `draft` are None where no backend can take the role; the decision stands without them.
+    `candidates` holds a verdict for every backend and phase; `versions` what the choice ran on.
+    """
+
+    schema: int
+    request: Request
+    host: HostFacts
+    kv: KVChoice
+    prefill: PhaseChoice
+    decode: PhaseChoice
+    verify: PhaseChoice | None
+    draft: PhaseChoice | None
+    candidates: tuple[Candidate, ...]
+    versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def phase(self, phase: Phase) -> PhaseChoice:
+        """The choice for a phase.
+
+        Raises:
+            SelectionError: no backend can take it.
+        """
+        choice: PhaseChoice | None = getattr(self, phase.value)
+        if choice is None:
+            raise SelectionError(
+                f"no backend was found for {phase.value}",
+                asked=phase.value,
+                allowed=", ".join(p.value for p in Phase if getattr(self, p.value) is not None),
+                hint=f"`print(decision)` says why; name one with {phase.value}=...",
+            )
+        return choice
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, stable keys; `from_json` gives an equal decision."""
+        phases = {p.value: getattr(self, p.value) for p in Phase}
+        return {
+            "schema": self.schema,
+            "host": to_plain(self.host),
+            "request": self.request.to_json(),
+            "kv": to_plain(self.kv),
+            **{name: None if choice is None else choice.to_json() for name, choice in phases.items()},
+            "candidates": [c.to_json() for c in self.candidates],
+            "versions": dict(self.versions),
+            "notes": list(self.notes),
+            "digest": self.digest(),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Decision:
+        """The decision that `to_json` wrote.
+
+        Raises:
+            ConfigError: another schema version, or missing fields.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ConfigError("schema of a decision", asked=data.get("schema"), allowed=SCHEMA)
+        try:
+            phases = {p.value: _optional_choice(data[p.value]) for p in Phase}
+            decision = Decision(
+                schema=SCHEMA,
+                host=from_plain(HostFacts, data["host"]),
+                request=Request.from_json(data["request"]),
+                kv=from_plain(KVChoice, data["kv"]),
+                candidates=tuple(Candidate.from_json(c) for c in data["candidates"]),
+                versions=dict(data["versions"]),
+                notes=tuple(data["notes"]),
+                **phases,  # type: ignore[arg-type]
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError("JSON of a decision", asked=f"{type(error).__name__}: {error}") from error
+        return decision
+
+    def digest(self) -> str:
+        """16 hex digits, equal on all ranks that decided alike.
+
+        Covers the request without its device index, the architecture, the pool, the classes chosen and
+        their versions. Leaves out what differs between ranks without meaning: device names, memory, paths.
+        """
+        request = self.request.to_json()
+        request["device"] = self.request.device.partition(":")[0]
+        phases = {p.value: _identity(getattr(self, p.value)) for p in Phase}
+        head = {"schema": self.schema, "target": self.host.target, "kv": to_plain(self.kv)}
+        text = json.dumps(head | {"request": request, "versions": dict(self.versions)} | phases, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def summary(self) -> str:
+        """One line: machine, backends, pool."""
+        from anyattn.core.select.explain import summary
+
+        return summary(self)
+
+    def __str__(self) -> str:
+        from anyattn.core.select.explain import explain
+
+        return explain(self)
+
+
+def _identity(choice: PhaseChoice | None) -> list[Any] | None:
+    return choice and [choice.backend, choice.target, choice.method, choice.kernel_page]
+
+
+def _optional_choice(data: Mapping[str, Any] | None) -> PhaseChoice | None:
+    return None if data is None else PhaseChoice.from_json(data)
+
+
+def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
+    reasons: tuple[Reason, ...] = ()
+    if isinstance(verdict, Degraded):
+        reasons = (verdict.reason,)
+    elif isinstance(verdict, Rejected):
+        reasons = verdict.reasons
+    return {"kind": verdict.kind, "reasons": to_plain(reasons)}
+
+
+def _verdict_from_json(data: Mapping[str, Any]) -> Verdict:
+    reasons = from_plain(tuple[Reason, ...], data["reasons"])
+    if data["kind"] == Accepted.kind:
+        return Accepted()
+    return Degraded(reasons[0]) if data["kind"] == Degraded.kind else Rejected(reasons)

@@ -1,0 +1,133 @@
+"""From a decision to a backend: load the winners' classes, build them on one pool, wrap them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from anyattn.core.capabilities import CapabilityRow, FormSpec, Phase
+from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.dtypes import torch_dtype
+from anyattn.core.groups import GroupSet
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.plan import TableForm, TableKind
+from anyattn.core.spec import Limits
+from anyattn.core.traits import Determinism
+from anyattn.core.wrappers.hybrid import HybridBackend, VerifyRoute
+from anyattn.errors import AnyattnError, BackendBuildError, PoolError
+
+if TYPE_CHECKING:
+    from anyattn.core.select.decision import Decision, PhaseChoice
+
+__all__ = ["create_backend", "table_form"]
+
+
+def table_form(form: FormSpec, kernel_page: int) -> TableForm:
+    """The compiler's form of a catalog form; `kernel_page` fills in where the row leaves it open."""
+    return TableForm(
+        TableKind(form.kind),
+        kernel_page=form.kernel_page or kernel_page,
+        fill=form.fill,
+        width_multiple=form.width_multiple,
+        index_slack=form.index_slack,
+        index_dtype=torch.int64 if form.index_dtype == "int64" else torch.int32,
+    )
+
+
+def create_backend(
+    decision: Decision, pool: KVPool, table: RequestTable, *, verify: VerifyRoute | None = None
+) -> AttentionBackend | HybridBackend:
+    """Build what `decision` chose on one pool and request table.
+
+    Args:
+        verify: which of two different backends runs TARGET_VERIFY; default: as decided.
+
+    Raises:
+        PoolError: a pool or table that isn't the decision's.
+        BackendBuildError: a winner without an adapter, or whose class fails to load or build.
+    """
+    _check_pool(decision, pool, table)
+    prefill = _build(decision, decision.prefill, Phase.PREFILL, pool, table)
+    if _same(decision.prefill, decision.decode):
+        backend: AttentionBackend | HybridBackend = prefill
+    else:
+        decode = _build(decision, decision.decode, Phase.DECODE, pool, table)
+        chosen = decision.verify.backend if decision.verify is not None else decision.prefill.backend
+        route: VerifyRoute = "decode" if chosen == decision.decode.backend else "prefill"
+        backend = HybridBackend(prefill, decode, verify or route)
+    backend.decision = decision
+    return backend
+
+
+def _same(a: PhaseChoice, b: PhaseChoice) -> bool:
+    """One object serves both phases if name, class, page and table form agree."""
+    return (a.backend, a.target, a.kernel_page, a.row.form) == (
+        b.backend,
+        b.target,
+        b.kernel_page,
+        b.row.form,
+    )
+
+
+def _check_pool(decision: Decision, pool: KVPool, table: RequestTable) -> None:
+    have = (pool.page_size, pool.layout, pool.kv_dtype)
+    want = (decision.kv.page_size, decision.kv.layout, torch_dtype(decision.kv.dtype))
+    if have != want:
+        raise PoolError(
+            "the pool isn't the one that was decided (page size, layout, KV dtype)",
+            asked=have,
+            allowed=want,
+            hint="anyattn.kv.create_pool(decision, num_slots=…)",
+        )
+    if pool.specs != decision.request.specs:
+        raise PoolError("the pool was made for other layers", hint="create the pool from the same decision")
+    if table.device != pool.device:
+        raise PoolError(
+            "request table and pool on different devices", asked=table.device, allowed=pool.device
+        )
+
+
+def _build(
+    decision: Decision, choice: PhaseChoice, phase: Phase, pool: KVPool, table: RequestTable
+) -> AttentionBackend:
+    if choice.target is None:
+        raise BackendBuildError(
+            f"{choice.backend} was decided for {phase.value} but has no adapter here",
+            asked=choice.backend,
+            hint="decide on the real host (without host=…), or choose another backend",
+        )
+    config = _config(decision, choice.backend, choice.row, choice.kernel_page, pool, table)
+    module, _, name = choice.target.partition(":")
+    try:
+        built = getattr(importlib.import_module(module), name)(config)
+    except AnyattnError:
+        raise
+    except (Exception, SystemExit) as error:  # vendor imports raise anything: make it one typed error
+        raise BackendBuildError(
+            f"{choice.backend} could not be built: {type(error).__name__}: {error}",
+            asked=choice.target,
+            hint=f"`anyattn doctor --probe` shows what is wrong with {choice.backend}'s library",
+        ) from error
+    assert isinstance(built, AttentionBackend)
+    return built
+
+
+def _config(
+    decision: Decision, name: str, row: CapabilityRow, kernel_page: int, pool: KVPool, table: RequestTable
+) -> BackendConfig:
+    request = decision.request
+    limits = request.limits or Limits(table.max_requests, max(1, pool.num_slots), table.max_context)
+    return BackendConfig(
+        name=name,
+        groups=GroupSet.from_specs(request.specs),
+        pool=pool,
+        table=table,
+        limits=limits,
+        form=table_form(row.form, kernel_page),
+        row=row,
+        dtype=torch_dtype(request.dtype),
+        deterministic=Determinism(request.deterministic),
+    )

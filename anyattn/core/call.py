@@ -1,0 +1,74 @@
+"""The records of one attention call: what a layer passes in, what an adapter sees, what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from anyattn.core.capabilities import Feature
+
+if TYPE_CHECKING:
+    from anyattn.core.layer import AttentionLayer
+    from anyattn.core.plan import Plan, Table
+
+__all__ = ["AttentionCall", "LayerInputs", "LayerOutput"]
+
+
+class LayerOutput(NamedTuple):
+    """`out` in q's rank; `lse [T, Hq]` float32 if asked for; `idx_out` of sparse layers."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    idx_out: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """Inputs beyond q, k, v. Each field is a feature that the backend declares, or the call is refused."""
+
+    q_rope: torch.Tensor | None = None
+    k_rope: torch.Tensor | None = None
+    topk_indices: torch.Tensor | None = None
+    idx_q: torch.Tensor | None = None
+    idx_k: torch.Tensor | None = None
+    idx_v: torch.Tensor | None = None
+
+    def features(self) -> tuple[tuple[str, Feature], ...]:
+        """`(field, feature)` of every field that is set."""
+        return tuple((n, f) for n, f in _INPUT_FEATURES if getattr(self, n) is not None)
+
+
+_INPUT_FEATURES = (
+    ("q_rope", Feature.Q_ROPE),
+    ("k_rope", Feature.Q_ROPE),
+    ("topk_indices", Feature.TOPK_INDICES),
+    ("idx_q", Feature.INDEXER),
+    ("idx_k", Feature.INDEXER),
+    ("idx_v", Feature.INDEXER),
+)
+
+
+@dataclass(slots=True, eq=False)
+class AttentionCall:
+    """One layer of one step as an adapter sees it, checked and reshaped.
+
+    Attributes:
+        q: `[T, Hq, D]`, possibly strided. k, v: `[T, Hkv, D]` and `[T, Hkv, Dv]`, or None: all KV is in
+            the pool.
+        stored: k and v have been written to the pool (else attend to them directly).
+        out: `[T, Hq, Dv]`, to be written. lse: float32 `[T, Hq]` to be written, or None.
+        table: the layer's table; None for encoder-only layers.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    layer: AttentionLayer
+    plan: Plan
+    table: Table | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    stored: bool
+    inputs: LayerInputs | None = None

@@ -1,0 +1,51 @@
+"""`ForwardContext`: the backend and plan that attention layers run with, held in a context variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anyattn.errors import ContextError
+
+if TYPE_CHECKING:
+    from anyattn.core.contract import AttentionBackend
+    from anyattn.core.plan import Plan
+
+__all__ = ["ForwardContext", "current_context", "forward_context"]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a layer call is redirected to: drafts, streams and sub-batches nest their own."""
+
+    backend: AttentionBackend
+    plan: Plan
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("anyattn_forward_context", default=None)
+
+
+def current_context() -> ForwardContext:
+    """The active context. Raises `ContextError` outside `forward_context`."""
+    context = _current.get()
+    if context is None:
+        raise ContextError(
+            "an attention layer was called outside forward_context",
+            hint="plan = backend.init_forward_metadata(batch); "
+            "with anyattn.forward_context(backend, plan): …",
+        )
+    return context
+
+
+@contextmanager
+def forward_context(backend: AttentionBackend, plan: Plan) -> Iterator[ForwardContext]:
+    """Run attention layers with this backend and plan. Nests; per thread and per task."""
+    context = ForwardContext(backend, plan)
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)

@@ -1,0 +1,310 @@
+"""The contract: what prepares once a step (`StepBackend`) and what computes attention (`AttentionBackend`).
+
+An adapter supplies `forward_decode` and `forward_extend` (and `forward_mixed` where it has one), and
+planning of its own in `plan_private`. Tables, checks, KV writes, shapes and padding are done here, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
+from anyattn.core.capabilities import CapabilityRow, Feature
+from anyattn.core.feature_check import layer_features
+from anyattn.core.groups import GroupSet, Space
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.metadata.buffers import StepBuffers
+from anyattn.core.metadata.compiler import MetadataCompiler
+from anyattn.core.plan import Plan, TableForm
+from anyattn.core.shapes import checked_heads, output_like
+from anyattn.core.spec import AttentionKind, Limits
+from anyattn.core.traits import (
+    Determinism,
+    GraphSupport,
+    HostLengthNeed,
+    MixedSupport,
+    Traits,
+)
+from anyattn.errors import BatchError, FeatureError, HostLengthError, PlanError
+
+if TYPE_CHECKING:
+    from anyattn.core.select.decision import Decision
+
+__all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
+
+_owners = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """What a backend is built from: the model's groups, its KV, and the capability row that passed."""
+
+    name: str
+    groups: GroupSet
+    pool: KVPool
+    table: RequestTable
+    limits: Limits
+    form: TableForm
+    row: CapabilityRow
+    dtype: torch.dtype
+    deterministic: Determinism = Determinism.NONE
+
+
+class StepBackend(ABC):
+    """Anything that prepares once a step: attention backends, recurrent ones, and wrappers of them."""
+
+    children: Sequence[StepBackend] = ()
+    decision: Decision | None = None
+    """What this backend was built from; set by `create_backend`."""
+
+    @abstractmethod
+    def traits(self, mode: ForwardMode) -> Traits:
+        """What this backend declares for `mode`; wrappers compute theirs from their children."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        """Eager preparation: the out-of-graph part, then the in-graph part."""
+        plan = self.init_forward_metadata_out_graph(batch)
+        self.init_forward_metadata_in_graph(plan)
+        return plan
+
+    @abstractmethod
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
+        """Host work and dynamic shapes: before a capture, before each replay, and first in eager."""
+
+    @abstractmethod
+    def init_forward_metadata_in_graph(self, plan: Plan) -> None:
+        """Device work of static shape; recorded in a graph. No host sync, no allocation."""
+
+    @abstractmethod
+    def init_cuda_graph_state(self, limits: Limits) -> None:
+        """Allocate address-stable buffers once, for the largest batch."""
+
+    def get_cuda_graph_seq_len_fill_value(self, mode: ForwardMode, tokens_per_request: int) -> int:
+        """Length that padded requests carry."""
+        return tokens_per_request
+
+    def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:  # noqa: B027
+        """After verification: keep the state of `accepted_lens` tokens. Attention has none to keep."""
+
+
+class AttentionBackend(StepBackend):
+    """Softmax attention over paged KV. Subclasses are adapters to one kernel family."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        self.config = config
+        self.pool, self.table = config.pool, config.table
+        self.features = frozenset(config.row.features)
+        self.owner = next(_owners)
+        self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
+        self._buffers: StepBuffers | None = None
+        self._known_layers: dict[int, AttentionLayer] = {}
+
+    # -- preparation ---------------------------------------------------------------------------------
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """From the capability row; an adapter overrides what a row cannot say."""
+        row = self.config.row
+        return Traits(
+            host_lengths=HostLengthNeed(row.host_lengths),
+            graph=GraphSupport(row.graph),
+            determinism=Determinism(row.determinism),
+            tolerates_nan_tail=row.tolerates_nan_tail,
+        )
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
+        """Checks, upload and storage by the compiler, then the family's own planning.
+
+        Raises:
+            BatchError, HostLengthError, FeatureError: a batch that this backend can't run.
+        """
+        self._check_batch(batch)
+        plan = self.compiler.prepare(batch, self._buffers)
+        if batch.forward_mode is not ForwardMode.IDLE:
+            self.plan_private(plan, in_capture=in_capture)
+        return plan
+
+    def init_forward_metadata_in_graph(self, plan: Plan) -> None:
+        """Offsets, positions and tables on the device."""
+        if plan.key.mode is ForwardMode.IDLE:
+            return
+        self.compiler.fill(plan)
+        self.compiler.check(plan)
+
+    def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
+        """Family-specific host planning; results go to `plan.private`. Default: none."""
+
+    def init_cuda_graph_state(self, limits: Limits) -> None:
+        """From here on every step's tensors live in buffers sized by `limits`."""
+        self._buffers = StepBuffers(limits, self.config.form, self.pool.device)
+
+    def _check_batch(self, batch: ForwardBatch) -> None:
+        traits = self.traits(batch.forward_mode)
+        need = traits.host_lengths
+        if need is HostLengthNeed.EXACT and batch.exact is None:
+            raise HostLengthError(
+                f"{self.config.name} needs exact lengths on the host for {batch.forward_mode.value}",
+                asked=type(batch.host_lens).__name__,
+                allowed="Exact",
+                hint='give lists, host_lens=Exact(…), or accept a device-to-host copy with host_lens="copy"',
+            )
+        if need is HostLengthNeed.BOUND and batch.host_lens is None:
+            raise HostLengthError(
+                f"{self.config.name} needs bounds of the lengths on the host",
+                asked=None,
+                allowed="Exact or UpperBound",
+                hint="host_lens=UpperBound(max_seq_len, max_extend_len)",
+            )
+        if batch.forward_mode is ForwardMode.MIXED and traits.mixed is MixedSupport.REFUSED:
+            raise FeatureError(
+                f"{self.config.name} runs no mixed batches",
+                asked="MIXED",
+                allowed="EXTEND and DECODE",
+                hint="run the prefill chunks and the decode rows as two batches",
+            )
+        if batch.mask is not None:
+            self._require(Feature.EXPLICIT_MASK, "an explicit mask")
+
+    # -- compute -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward_decode(self, call: AttentionCall) -> None:
+        """One query token per request. Writes `call.out` (and `call.lse`, sinks included)."""
+
+    @abstractmethod
+    def forward_extend(self, call: AttentionCall) -> None:
+        """Any number of query tokens per request. Writes `call.out` (and `call.lse`, sinks included)."""
+
+    def forward_mixed(self, call: AttentionCall) -> None:
+        """Prefill chunks and decode rows together; by default an extend."""
+        self.forward_extend(call)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+        lse_out: torch.Tensor | None = None,
+        inputs: LayerInputs | None = None,
+        plan: Plan,
+    ) -> LayerOutput:
+        """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
+        self._check_plan(plan, batch, layer)
+        q3, k3, v3 = checked_heads(q, k, v, layer.spec, plan.key.num_tokens, self.config.dtype)
+        result, out3 = output_like(q, layer.spec, out, self.config.dtype)
+        lse = self._lse_buffer(q3, return_lse, lse_out)
+        if inputs is not None:
+            for field, feature in inputs.features():
+                self._require(feature, f"LayerInputs.{field}")
+        if batch.forward_mode is ForwardMode.IDLE:
+            return LayerOutput(result, lse)
+        stored = self._store(layer, k3, v3, plan, save_kv_cache)
+        call = AttentionCall(
+            q3, k3, v3, layer, plan, plan.tables.get(layer.plan_group.table), out3, lse, stored, inputs
+        )
+        self._dispatch(batch.forward_mode, call)
+        if batch.num_padding_tokens:
+            out3[batch.num_tokens - batch.num_padding_tokens :] = 0
+        return LayerOutput(result, lse)
+
+    def _dispatch(self, mode: ForwardMode, call: AttentionCall) -> None:
+        if mode is ForwardMode.DECODE and call.layer.spec.kind is not AttentionKind.ENCODER_ONLY:
+            self.forward_decode(call)
+        elif mode is ForwardMode.MIXED:
+            self.forward_mixed(call)
+        else:
+            self.forward_extend(call)
+
+    def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> None:
+        key = plan.key
+        if key.serial != batch.serial or key.owner != self.owner:
+            other = "another batch" if key.serial != batch.serial else "another backend"
+            raise PlanError(
+                f"the plan in the forward context was made for {other}",
+                asked=f"batch {batch.serial} on {self.config.name}",
+                allowed=f"batch {key.serial} ({key.mode.value}, {key.num_tokens} tokens)",
+                hint="call init_forward_metadata for this batch and enter forward_context with its plan",
+            )
+        if self._known_layers.get(layer.layer_id) is not layer:
+            self._check_layer(layer)
+            self._known_layers[layer.layer_id] = layer
+
+    def _check_layer(self, layer: AttentionLayer) -> None:
+        """Once per layer: its plan group is planned, for at least its heads, with its features."""
+        groups = self.config.groups.max_q_heads
+        planned = groups.get(layer.plan_group)
+        if planned is None or layer.spec.num_q_heads > planned:
+            raise PlanError(
+                f"layer {layer.layer_id} was not planned for",
+                asked=f"{layer.spec.num_q_heads} query heads of {layer.plan_group}",
+                allowed="; ".join(f"<= {n} heads of {g}" for g, n in groups.items()),
+                hint="list every layer's AttentionSpec in select()",
+            )
+        for feature in layer_features(layer.spec):
+            self._require(feature, f"layer {layer.layer_id}")
+        self.pool.storage_layer(layer.layer_id)
+
+    def _require(self, feature: Feature, who: str) -> None:
+        if feature not in self.features:
+            raise FeatureError(
+                f"{self.config.name} does not support {feature.value} (asked by {who})",
+                asked=feature.value,
+                allowed=", ".join(sorted(f.value for f in self.features)) or "plain causal attention",
+                hint=f"select(..., features=[Feature.{feature.name}]) picks a backend that does",
+            )
+
+    def _lse_buffer(self, q: torch.Tensor, wanted: bool, lse_out: torch.Tensor | None) -> torch.Tensor | None:
+        if not wanted:
+            if lse_out is not None:
+                raise BatchError("lse_out without return_lse", hint="pass return_lse=True")
+            return None
+        self._require(Feature.LSE, "return_lse")
+        shape = q.shape[:2]
+        if lse_out is None:
+            return torch.empty(shape, dtype=torch.float32, device=q.device)
+        if lse_out.shape != shape or lse_out.dtype != torch.float32:
+            raise BatchError(
+                "lse_out", asked=f"{tuple(lse_out.shape)} {lse_out.dtype}", allowed=f"{tuple(shape)} float32"
+            )
+        return lse_out
+
+    def _store(
+        self, layer: AttentionLayer, k: torch.Tensor | None, v: torch.Tensor | None, plan: Plan, save: bool
+    ) -> bool:
+        """Write this step's KV. True if k and v (or everything) can be read from the pool."""
+        kind = layer.spec.kind
+        if k is None or v is None:
+            if kind is AttentionKind.ENCODER_ONLY:
+                raise BatchError("an encoder-only layer caches nothing", hint="pass k and v")
+            return True
+        if kind is AttentionKind.ENCODER_ONLY:
+            return False
+        if not save:
+            self._require(Feature.NO_CACHE_WRITE, "save_kv_cache=False")
+            return False
+        space = Space.ENCODER if kind is AttentionKind.CROSS else Space.FULL
+        loc = plan.write_locs.get(space)
+        if loc is None or loc.shape[0] != k.shape[0]:
+            name = "encoder_out_cache_loc" if space is Space.ENCODER else "out_cache_loc"
+            raise BatchError(
+                f"{name} has no slots for these keys",
+                asked=k.shape[0],
+                allowed=0 if loc is None else loc.shape[0],
+                hint=f"give {name}, or pass save_kv_cache=False",
+            )
+        self.pool.write(layer.layer_id, loc, k, v)
+        return True

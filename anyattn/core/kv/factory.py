@@ -1,0 +1,46 @@
+"""The pool that a decision asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from anyattn.core.dtypes import torch_dtype
+from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
+from anyattn.errors import PoolError
+
+if TYPE_CHECKING:
+    from anyattn.core.select.decision import Decision
+
+__all__ = ["create_pool"]
+
+
+def create_pool(
+    decision: Decision,
+    *,
+    num_slots: int,
+    k_scale: float | Sequence[float] = 1.0,
+    v_scale: float | Sequence[float] = 1.0,
+) -> MHAPool:
+    """KV storage for every layer of `decision.request`, on its device, in its page size and layout.
+
+    Args:
+        num_slots: usable token slots, a multiple of `decision.kv.page_size` (page 0 comes on top).
+        k_scale, v_scale: stored = sat(x / scale); one number, or one per KV head.
+
+    Raises:
+        PoolError: sizes or scales that can't be; a layout without a pool class.
+    """
+    if decision.kv.layout not in LAYOUTS:
+        raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
+    return MHAPool(
+        decision.request.specs,
+        num_slots=num_slots,
+        page_size=decision.kv.page_size,
+        layout=decision.kv.layout,
+        kv_dtype=torch_dtype(decision.kv.dtype),
+        dtype=torch_dtype(decision.request.dtype),
+        device=decision.request.device,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

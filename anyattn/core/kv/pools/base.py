@@ -1,0 +1,80 @@
+"""What every KV pool offers: writing a step's KV, views for kernels, reading back for tests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from anyattn.core.kv.scales import KVScale
+from anyattn.core.spec import AttentionSpec
+from anyattn.errors import PoolError
+
+__all__ = ["KVPool"]
+
+
+class KVPool(ABC):
+    """Paged KV of all layers of a model.
+
+    A page is `page_size` consecutive slots. Page 0 is the sink of padded writes and belongs to nobody;
+    usable slots are `page_size .. page_size + num_slots - 1`.
+
+    Attributes:
+        num_slots: usable slots. page_size: tokens a page holds. layout: `NHD`, `HND`, …
+        kv_dtype: stored dtype. dtype: model dtype. device: where it lives.
+    """
+
+    layout: str
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        *,
+        num_slots: int,
+        page_size: int,
+        kv_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Raises `PoolError` for sizes that can't be."""
+        if page_size < 1 or num_slots < page_size or num_slots % page_size:
+            raise PoolError(
+                "num_slots must be whole pages",
+                asked=f"{num_slots} slots of pages of {page_size}",
+                allowed=f"a multiple of {page_size}, at least one page",
+                hint=f"num_slots={max(1, -(-num_slots // max(1, page_size))) * max(1, page_size)}",
+            )
+        self.specs = tuple(specs)
+        self.num_slots, self.page_size = num_slots, page_size
+        self.num_pages = num_slots // page_size + 1
+        self.kv_dtype, self.dtype = kv_dtype, dtype
+        self.device = torch.device(device)
+
+    @property
+    def total_slots(self) -> int:
+        """Slots of the storage, the sink page included: slot numbers are below this."""
+        return self.num_pages * self.page_size
+
+    def storage_layer(self, layer_id: int) -> int:
+        """The layer whose storage `layer_id` uses (KV sharing). Raises `PoolError` if out of range."""
+        if not 0 <= layer_id < len(self.specs):
+            raise PoolError("layer_id", asked=layer_id, allowed=f"0..{len(self.specs) - 1}")
+        shared = self.specs[layer_id].kv_shared_with
+        return layer_id if shared is None else shared
+
+    @abstractmethod
+    def write(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at slots `loc int64 [T]`, scaled and saturated once."""
+
+    @abstractmethod
+    def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(k [n, Hkv, D], v [n, Hkv, Dv])` at `slots [n]`, as stored (no scale applied)."""
+
+    @abstractmethod
+    def scales(self, layer_id: int) -> tuple[KVScale, KVScale]:
+        """`(k_scale, v_scale)` of a layer."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of storage, all layers."""

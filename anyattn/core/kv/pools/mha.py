@@ -1,0 +1,133 @@
+"""MHA / GQA / MQA pool in the NHD and HND layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from anyattn.core.dtypes import is_fp8
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.scales import KVScale, quantize
+from anyattn.core.spec import AttentionSpec
+from anyattn.errors import PoolError
+
+__all__ = ["LAYOUTS", "MHAPool"]
+
+LAYOUTS = ("NHD", "HND")
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as uint8: not every device has indexed copies for them."""
+    return x.view(torch.uint8) if is_fp8(x.dtype) else x
+
+
+class MHAPool(KVPool):
+    """K and V of each layer as one tensor each.
+
+    NHD: `[pages, P, Hkv, D]`; HND: `[pages, Hkv, P, D]` (names as in FlashInfer's documentation).
+    New storage is zero, so the unused tail of a page is finite until somebody writes to it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        *,
+        num_slots: int,
+        page_size: int,
+        layout: str = "NHD",
+        kv_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        k_scale: float | Sequence[float] = 1.0,
+        v_scale: float | Sequence[float] = 1.0,
+    ) -> None:
+        """`k_scale`, `v_scale`: initial scales of every layer (see `set_scales`)."""
+        super().__init__(
+            specs, num_slots=num_slots, page_size=page_size, kv_dtype=kv_dtype, dtype=dtype, device=device
+        )
+        if layout not in LAYOUTS:
+            raise PoolError("KV layout", asked=layout, allowed=", ".join(LAYOUTS))
+        self.layout = layout
+        self._k: dict[int, torch.Tensor] = {}
+        self._v: dict[int, torch.Tensor] = {}
+        self._scales: dict[int, tuple[KVScale, KVScale]] = {}
+        for layer_id, spec in enumerate(self.specs):
+            if spec.kv_shared_with is not None:
+                self._check_shared(layer_id, spec)
+                continue
+            self._k[layer_id] = self._allocate(spec.num_kv_heads, spec.head_dim)
+            self._v[layer_id] = self._allocate(spec.num_kv_heads, spec.v_head_dim)
+            self.set_scales(layer_id, k_scale, v_scale)
+
+    def _allocate(self, heads: int, dim: int) -> torch.Tensor:
+        inner = (self.page_size, heads, dim) if self.layout == "NHD" else (heads, self.page_size, dim)
+        return torch.zeros(self.num_pages, *inner, dtype=self.kv_dtype, device=self.device)
+
+    def _check_shared(self, layer_id: int, spec: AttentionSpec) -> None:
+        owner = spec.kv_shared_with
+        assert owner is not None
+        same = 0 <= owner < len(self.specs) and self.specs[owner].kv_shared_with is None
+        if same:
+            other = self.specs[owner]
+            same = (other.num_kv_heads, other.head_dim, other.v_head_dim) == (
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.v_head_dim,
+            )
+        if not same:
+            raise PoolError(
+                f"layer {layer_id} shares the KV of layer {owner}",
+                asked=owner,
+                allowed="a layer with storage of its own and the same KV shape",
+            )
+
+    def set_scales(
+        self, layer_id: int, k_scale: float | Sequence[float], v_scale: float | Sequence[float]
+    ) -> None:
+        """Scales of one layer, per tensor or per KV head; before anything is written to it."""
+        heads = self.specs[layer_id].num_kv_heads
+        self._scales[self.storage_layer(layer_id)] = (
+            KVScale.of(k_scale, heads, self.device),
+            KVScale.of(v_scale, heads, self.device),
+        )
+
+    def scales(self, layer_id: int) -> tuple[KVScale, KVScale]:
+        """`(k_scale, v_scale)` of a layer."""
+        return self._scales[self.storage_layer(layer_id)]
+
+    def key_cache(self, layer_id: int) -> torch.Tensor:
+        """K storage in the pool's layout: what kernels read."""
+        return self._k[self.storage_layer(layer_id)]
+
+    def value_cache(self, layer_id: int) -> torch.Tensor:
+        """V storage in the pool's layout."""
+        return self._v[self.storage_layer(layer_id)]
+
+    def write(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at slots `loc`. A layer with shared KV stores nothing."""
+        if self.specs[layer_id].kv_shared_with is not None:
+            return
+        k_scale, v_scale = self.scales(layer_id)
+        for cache, x, scale in ((self._k[layer_id], k, k_scale), (self._v[layer_id], v, v_scale)):
+            target, stored = _bytes(cache), _bytes(quantize(x, scale, self.kv_dtype))
+            if self.layout == "NHD":
+                target.view(-1, *target.shape[2:]).index_copy_(0, loc, stored)
+            else:
+                target[loc // self.page_size, :, loc % self.page_size] = stored
+
+    def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(k [n, Hkv, D], v [n, Hkv, Dv])` at `slots [n]`, as stored."""
+        return self._rows(self.key_cache(layer_id), slots), self._rows(self.value_cache(layer_id), slots)
+
+    def _rows(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        raw = _bytes(cache)
+        if self.layout == "NHD":
+            rows = raw.view(-1, *raw.shape[2:]).index_select(0, slots)
+        else:
+            rows = raw[slots // self.page_size, :, slots % self.page_size]
+        return rows.view(self.kv_dtype)
+
+    def nbytes(self) -> int:
+        """Bytes of storage, all layers."""
+        return sum(t.nbytes for t in (*self._k.values(), *self._v.values()))

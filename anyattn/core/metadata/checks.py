@@ -1,0 +1,125 @@
+"""What is verified before a step runs: the host's knowledge always, device values with checks=full."""
+
+from __future__ import annotations
+
+import torch
+
+from anyattn.core.batch import Exact, ForwardBatch, ForwardMode
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.plan import Plan
+from anyattn.errors import BatchError
+
+__all__ = ["check_host", "check_values"]
+
+
+def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_slots: int) -> None:
+    """Everything that is known without reading the device.
+
+    Raises:
+        BatchError: rows or lengths beyond the table, slots in page 0 or beyond the pool, a slot written
+            twice, encoder lengths beyond the encoder table.
+    """
+    real = batch.batch_size - batch.num_padding_requests
+    if batch.req_pool_indices.device.type == "cpu":
+        _within("req_pool_indices", batch.req_pool_indices[:real], 0, table.max_requests - 1)
+    exact = batch.exact
+    if exact is not None:
+        _within("seq_lens", exact.seq_lens[:real], 0, table.max_context)
+        _check_mask(batch, exact)
+    if batch.encoder_lens is not None and batch.encoder_lens.device.type == "cpu":
+        _within("encoder_lens", batch.encoder_lens[:real], 0, table.max_encoder)
+    loc = batch.out_cache_loc
+    if loc is not None and loc.device.type == "cpu":
+        _check_slots(
+            "out_cache_loc", loc[: batch.num_tokens - batch.num_padding_tokens], page_size, total_slots
+        )
+    enc = batch.encoder_out_cache_loc
+    if enc is not None and enc.device.type == "cpu":
+        _check_slots("encoder_out_cache_loc", enc, page_size, total_slots)
+
+
+def _within(name: str, values: torch.Tensor, low: int, high: int) -> None:
+    if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
+        raise BatchError(f"{name} out of range", asked=values.tolist(), allowed=f"{low}..{high}")
+
+
+def _check_mask(batch: ForwardBatch, exact: Exact) -> None:
+    """The mask holds extend_len x seq_len cells per request, rows first."""
+    if batch.mask is None or batch.mask.indptr.device.type != "cpu":
+        return
+    sizes = (exact.extend_lens * exact.seq_lens).cumsum(0).tolist()
+    given = batch.mask.indptr.tolist()
+    if given != [0, *sizes] or batch.mask.cells.numel() != given[-1]:
+        raise BatchError(
+            "the explicit mask doesn't fit the lengths",
+            asked=f"indptr {given}, {batch.mask.cells.numel()} cells",
+            allowed=f"indptr {[0, *sizes]}: extend_len x seq_len cells per request",
+        )
+
+
+def _check_slots(name: str, slots: torch.Tensor, page_size: int, total_slots: int) -> None:
+    if slots.numel() == 0:
+        return
+    if int(slots.min()) < page_size:
+        raise BatchError(
+            f"{name} names a slot in page 0, the sink that belongs to nobody",
+            asked=int(slots.min()),
+            allowed=f"{page_size}..{total_slots - 1}",
+            hint="hand out pages from 1 on; only padded rows may name slot 0",
+        )
+    if int(slots.max()) >= total_slots:
+        raise BatchError(
+            f"{name} beyond the pool", asked=int(slots.max()), allowed=f"{page_size}..{total_slots - 1}"
+        )
+    ordered = slots.sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.numel():
+        raise BatchError(
+            f"{name} writes the same slot twice", asked=int(twice[0]), allowed="one token a slot in a step"
+        )
+
+
+def check_values(plan: Plan, table: RequestTable, page_size: int, total_slots: int) -> None:
+    """Reads device values (checks=full): every live table cell is a real slot, new tokens are in the table.
+
+    Raises:
+        BatchError: a request whose row lists page 0 or slots beyond the pool; `out_cache_loc` that
+            disagrees with the table.
+    """
+    batch = plan.batch
+    real = batch.batch_size - batch.num_padding_requests
+    if batch.forward_mode is ForwardMode.IDLE or batch.out_cache_loc is None or real == 0:
+        return
+    rows = plan.req_pool_indices[:real].cpu()
+    source = table.req_to_token[plan.req_pool_indices[:real]].cpu().long()
+    seq, prefix = plan.seq_lens[:real].cpu(), plan.prefix_lens[:real].cpu()
+    window = _common_window(plan)
+    column = torch.arange(source.shape[1])[None, :]
+    first = torch.zeros_like(prefix) if window is None else (prefix - window + 1).clamp_min(0)
+    live = (column < seq[:, None]) & (column >= first[:, None])
+    bad = live & ((source < page_size) | (source >= total_slots))
+    if bool(bad.any()):
+        row, col = (int(x) for x in bad.nonzero()[0])
+        raise BatchError(
+            f"row {int(rows[row])} of req_to_token has no real slot at position {col}",
+            asked=int(source[row, col]),
+            allowed=f"{page_size}..{total_slots - 1}",
+            hint="write the slots of all seq_lens tokens into the table before planning",
+        )
+    new = ((column >= prefix[:, None]) & (column < seq[:, None])).nonzero()
+    listed = source[new[:, 0], new[:, 1]]
+    given = batch.out_cache_loc[: listed.shape[0]].cpu()
+    if not torch.equal(listed, given):
+        at = int((listed != given).nonzero()[0])
+        raise BatchError(
+            f"out_cache_loc disagrees with req_to_token at token {at}",
+            asked=int(given[at]),
+            allowed=int(listed[at]),
+            hint="new tokens go to the slots that the table lists for them",
+        )
+
+
+def _common_window(plan: Plan) -> int | None:
+    """The widest window of all groups, None if some group reads everything."""
+    windows = [g.window for g in plan.tables]
+    return None if not windows or None in windows else max(w for w in windows if w is not None)

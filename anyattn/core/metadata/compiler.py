@@ -1,0 +1,154 @@
+"""The metadata compiler: a `ForwardBatch` becomes the tables that one kernel family reads.
+
+Two halves, the same for eager, capture and replay: `prepare` does host work (checks, bounds, one upload,
+storage), `fill` does device work of static shape (offsets, positions, tables).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anyattn import env
+from anyattn.core.batch import ForwardBatch
+from anyattn.core.groups import GroupSet, Space, TableGroup
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.metadata import tables
+from anyattn.core.metadata.buffers import StepBuffers, Take
+from anyattn.core.metadata.checks import check_host, check_values
+from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent
+from anyattn.core.metadata.upload import Uploader
+from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
+from anyattn.core.spec import AttentionKind
+from anyattn.errors import BatchError
+
+__all__ = ["MetadataCompiler"]
+
+
+class MetadataCompiler:
+    """Compiles steps for one backend: one table per table group, in the form that it declares."""
+
+    def __init__(
+        self, groups: GroupSet, form: TableForm, pool: KVPool, table: RequestTable, owner: int
+    ) -> None:
+        """Raises `BatchError` if the kernel's page doesn't divide the pool's."""
+        if pool.page_size % form.kernel_page:
+            raise BatchError(
+                "kernel page must divide the pool's page", asked=form.kernel_page, allowed=pool.page_size
+            )
+        self.form, self.pool, self.table, self.owner = form, pool, table, owner
+        self.device = pool.device
+        self.checks = env.read("ANYATTN_CHECKS")
+        self._uploader = Uploader(self.device)
+        self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
+
+    def prepare(self, batch: ForwardBatch, buffers: StepBuffers | None = None) -> Plan:
+        """Host half: checks, bounds, upload and storage. With `buffers`, every tensor lives in them.
+
+        Raises:
+            BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
+        """
+        if self.checks != "off":
+            check_host(batch, self.table, self.pool.page_size, self.pool.total_slots)
+        take: Take = self._allocate if buffers is None else buffers.take
+        given = self._upload(batch)
+        num_requests, num_tokens = batch.batch_size, batch.num_tokens
+        plan = Plan(
+            key=PlanKey(batch.serial, self.owner, batch.forward_mode, num_requests, num_tokens),
+            batch=batch,
+            req_pool_indices=_placed(take, "req_pool_indices", given["req"], torch.int64),
+            seq_lens=_placed(take, "seq_lens", given["seq"], torch.int32),
+            extend_lens=_placed(take, "extend_lens", given["ext"], torch.int32),
+            prefix_lens=take("prefix_lens", (num_requests,), torch.int32),
+            query_offsets=take("query_offsets", (num_requests + 1,), torch.int32),
+            positions=take("positions", (num_tokens,), torch.int64),
+            write_locs=_write_locs(take, given),
+            max_q_len=max_q_len(batch),
+            max_kv_len=max_kv_len(batch, self.table.max_context),
+        )
+        if "positions" in given:
+            plan.positions.copy_(given["positions"])
+        if "encoder_lens" in given:
+            plan.encoder_lens = _placed(take, "encoder_lens", given["encoder_lens"], torch.int32)
+        if batch.exact is not None:
+            plan.host_seq_lens = batch.exact.seq_lens.tolist()
+            plan.host_extend_lens = batch.exact.extend_lens.tolist()
+        if batch.mask is not None:
+            plan.mask_cells = batch.mask.cells.to(self.device, non_blocking=True)
+            plan.mask_indptr = batch.mask.indptr.to(self.device, non_blocking=True)
+            if batch.mask.indptr.device.type == "cpu":
+                plan.host_mask_indptr = batch.mask.indptr.tolist()
+        for index, group in enumerate(self._groups):
+            plan.tables[group] = self._new_table(index, group, batch, take)
+        return plan
+
+    def fill(self, plan: Plan) -> None:
+        """Device half: static shapes, no host sync; may be recorded in a graph."""
+        torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
+        tables.fill_offsets(plan.extend_lens, plan.query_offsets)
+        if plan.batch.positions is None:
+            tables.fill_positions(plan.query_offsets, plan.prefix_lens, plan.positions)
+        for group, table in plan.tables.items():
+            seq, prefix, source = plan.seq_lens, plan.prefix_lens, self.table.req_to_token
+            if group.space is Space.ENCODER:
+                assert plan.encoder_lens is not None
+                assert self.table.encoder_to_token is not None
+                seq = prefix = plan.encoder_lens
+                source = self.table.encoder_to_token
+            tables.fill_table(table, source, plan.req_pool_indices, seq, prefix, group.window)
+
+    def check(self, plan: Plan) -> None:
+        """Reads device values when checks=full; a no-op otherwise and while a graph is captured."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.checks == "full" and not capturing:
+            check_values(plan, self.table, self.pool.page_size, self.pool.total_slots)
+
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _upload(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
+        fields = {
+            "req": batch.req_pool_indices,
+            "seq": batch.seq_lens,
+            "ext": batch.extend_seq_lens,
+            "loc": batch.out_cache_loc,
+            "positions": batch.positions,
+            "encoder_lens": batch.encoder_lens,
+            "encoder_loc": batch.encoder_out_cache_loc,
+        }
+        present = {name: value for name, value in fields.items() if value is not None}
+        return dict(zip(present, self._uploader.upload(list(present.values())), strict=True))
+
+    def _new_table(self, index: int, group: TableGroup, batch: ForwardBatch, take: Take) -> Table:
+        form, rows = self.form, batch.batch_size
+        extent = table_extent(batch, group, form, self.table)
+        table = Table(
+            form,
+            kv_start=take(f"kv_start.{index}", (rows,), torch.int32),
+            kv_lens=take(f"kv_lens.{index}", (rows,), torch.int32),
+            host=extent.host,
+        )
+        if form.kind is TableKind.BLOCK_TABLE:
+            width = max(1, -(-extent.widest // form.width_multiple)) * form.width_multiple
+            table.block_table = take(f"block_table.{index}", (rows, width), form.index_dtype)
+        elif form.kind is not TableKind.REQUEST_TABLE:
+            table.indptr = take(f"indptr.{index}", (rows + 1,), torch.int32)
+            table.indices = take(f"indices.{index}", (extent.entries + form.index_slack,), form.index_dtype)
+            table.last_page_len = take(f"last_page_len.{index}", (rows,), torch.int32)
+        return table
+
+
+def _placed(take: Take, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`value` copied (and cast) into the storage of `name`: a plan never aliases the caller's tensors."""
+    out = take(name, tuple(value.shape), dtype)
+    out.copy_(value)
+    return out
+
+
+def _write_locs(take: Take, given: dict[str, torch.Tensor]) -> dict[Space, torch.Tensor]:
+    names = {Space.FULL: ("loc", "out_cache_loc"), Space.ENCODER: ("encoder_loc", "encoder_out_cache_loc")}
+    return {
+        space: _placed(take, name, given[key], torch.int64)
+        for space, (key, name) in names.items()
+        if key in given
+    }

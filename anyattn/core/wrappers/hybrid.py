@@ -1,0 +1,95 @@
+"""`HybridBackend`: one backend for prefill, another for decode, on one pool."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.call import LayerInputs, LayerOutput
+from anyattn.core.contract import AttentionBackend, StepBackend
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.plan import Plan
+from anyattn.core.spec import Limits
+from anyattn.core.traits import Traits
+from anyattn.errors import ConfigError
+
+__all__ = ["HybridBackend", "VerifyRoute"]
+
+VerifyRoute = Literal["prefill", "decode"]
+
+
+class HybridBackend(StepBackend):
+    """Routes each mode to one child; a plan of the hybrid *is* the child's plan.
+
+    DECODE and IDLE go to `decode`, TARGET_VERIFY to the child that `verify` names, all else to `prefill`.
+    """
+
+    def __init__(
+        self, prefill: AttentionBackend, decode: AttentionBackend, verify: VerifyRoute = "prefill"
+    ) -> None:
+        """Raises `ConfigError` if the children don't share one pool and request table."""
+        if prefill.pool is not decode.pool or prefill.table is not decode.table:
+            raise ConfigError("the backends of a hybrid share one pool and one request table")
+        if verify not in ("prefill", "decode"):
+            raise ConfigError("verify route", asked=verify, allowed="prefill, decode")
+        self.prefill, self.decode, self.verify = prefill, decode, verify
+        self.children = (prefill, decode)
+        self.pool, self.table = prefill.pool, prefill.table
+
+    def child(self, mode: ForwardMode) -> AttentionBackend:
+        """The child that serves `mode`."""
+        if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
+            return self.decode
+        if mode is ForwardMode.TARGET_VERIFY:
+            return self.decode if self.verify == "decode" else self.prefill
+        return self.prefill
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """Exactly those of the child that serves `mode`."""
+        return Traits.combine([self.child(mode).traits(mode)])
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
+        """Host half, by the child that serves the batch's mode."""
+        child = self.child(batch.forward_mode)
+        return child.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, plan: Plan) -> None:
+        """Device half, by the same child."""
+        self.child(plan.key.mode).init_forward_metadata_in_graph(plan)
+
+    def init_cuda_graph_state(self, limits: Limits) -> None:
+        """Both children: either may serve captured modes."""
+        self.prefill.init_cuda_graph_state(limits)
+        self.decode.init_cuda_graph_state(limits)
+
+    def get_cuda_graph_seq_len_fill_value(self, mode: ForwardMode, tokens_per_request: int) -> int:
+        """The serving child's."""
+        return self.child(mode).get_cuda_graph_seq_len_fill_value(mode, tokens_per_request)
+
+    def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:
+        """To the child that verified."""
+        self.child(batch.forward_mode).commit(batch, accepted_lens)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+        lse_out: torch.Tensor | None = None,
+        inputs: LayerInputs | None = None,
+        plan: Plan,
+    ) -> LayerOutput:
+        """The serving child's `forward`, with its own plan."""
+        return self.child(batch.forward_mode).forward(
+            q, k, v, layer, batch,
+            save_kv_cache=save_kv_cache, return_lse=return_lse, out=out, lse_out=lse_out, inputs=inputs,
+            plan=plan,
+        )  # fmt: skip
