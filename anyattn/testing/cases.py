@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from anyattn.core.spec import AttentionKind, AttentionSpec
-from anyattn.errors import ConfigError
+from anyattn.errors import ConfigError, UnknownNameError
 
-__all__ = ["MODES", "SLOT_LAYOUTS", "Case", "CaseSpace", "random_case", "random_cases"]
+__all__ = ["KV_SOURCES", "MODES", "SLOT_LAYOUTS", "Case", "CaseSpace", "random_case", "random_cases"]
 
+KV_SOURCES = ("write", "arguments", "cached")
 MODES = ("decode", "extend", "mixed", "verify", "draft_extend")
 SLOT_LAYOUTS = ("contiguous", "shuffled_pages", "interleaved", "non_monotonic")
 _HALF = {"bfloat16", "float16"}
@@ -33,9 +34,10 @@ class Case:
         encoder_lens: encoder tokens per request (cross only).
         strided: q, k and v are slices of one fused tensor. flat: they are `[T, heads * size]`.
         give_out: pass `out=` and `lse_out=`; return_lse: ask for the LSE.
-        save: write this step's KV into the cache (False: attend to the arguments).
+        kv: `write` stores this step's KV and reads it back, `arguments` attends to it without storing it,
+            `cached` finds it stored already and passes no k and v.
         device_ints: batch fields as tensors on the device rather than lists.
-        padding: rows at the end that stand for nobody (decode).
+        padding: rows at the end that stand for nobody.
         seed: of the values.
     """
 
@@ -65,7 +67,7 @@ class Case:
     flat: bool = False
     give_out: bool = False
     return_lse: bool = True
-    save: bool = True
+    kv: str = "write"
     device_ints: bool = False
     padding: int = 0
     seed: int = 0
@@ -74,14 +76,15 @@ class Case:
         sizes = {len(self.prefix_lens), len(self.extend_lens), len(self.encoder_lens or self.prefix_lens)}
         if len(sizes) != 1 or not self.prefix_lens:
             raise ConfigError("lengths of a case", asked=sizes, allowed="one per request, at least one")
-        if self.mode not in MODES or self.slot_layout not in SLOT_LAYOUTS:
-            raise ConfigError("mode / slot_layout", asked=(self.mode, self.slot_layout))
+        for name, known in (("mode", MODES), ("slot_layout", SLOT_LAYOUTS), ("kv", KV_SOURCES)):
+            if getattr(self, name) not in known:
+                raise UnknownNameError(f"{name} of a case", getattr(self, name), known)
         if self.mode == "decode" and set(self.extend_lens) != {1}:
             raise ConfigError("a decode case has one new token per request", asked=self.extend_lens)
         if (self.kind == "cross") != (self.encoder_lens is not None):
             raise ConfigError("encoder_lens go with kind='cross'", asked=(self.kind, self.encoder_lens))
-        if self.kind == "encoder_only" and any(self.prefix_lens):
-            raise ConfigError("encoder-only layers have no cache", asked=self.prefix_lens)
+        if self.kind == "encoder_only" and (any(self.prefix_lens) or self.kv != "arguments"):
+            raise ConfigError("encoder-only layers have no cache", asked=(self.prefix_lens, self.kv))
 
     def __repr__(self) -> str:
         """One line, only what differs from the defaults; `eval` gives the case back."""
@@ -149,7 +152,7 @@ class CaseSpace:
     kv_scales: tuple[float, ...] = (1.0,)
     scales_per_head: bool = False
     masks: tuple[str | None, ...] = (None, "tree")
-    saves: tuple[bool, ...] = (True,)
+    kv_sources: tuple[str, ...] = ("write", "write", "write", "arguments", "cached")
     paddings: tuple[int, ...] = (0, 0, 0, 2)
     device_ints: tuple[bool, ...] = (False, False, True)
     max_requests: int = 6
@@ -175,7 +178,6 @@ def random_case(rng: random.Random, space: CaseSpace | None = None) -> Case:
     heads, dims, (dtype, kv_dtype) = (
         rng.choice(space.heads), rng.choice(space.head_dims), rng.choice(space.dtypes)
     )  # fmt: skip
-    caching = kind in ("causal", "bidirectional")
     return Case(
         mode=mode,
         kind=kind,
@@ -203,9 +205,9 @@ def random_case(rng: random.Random, space: CaseSpace | None = None) -> Case:
         flat=rng.random() < 0.3,
         give_out=rng.random() < 0.3,
         return_lse=rng.random() < 0.7,
-        save=rng.choice(space.saves) if caching else True,
+        kv=_kv_source(rng, space, kind, mode),
         device_ints=rng.choice(space.device_ints),
-        padding=rng.choice(space.paddings) if mode == "decode" and kind == "causal" else 0,
+        padding=rng.choice(space.paddings) if mode in ("decode", "extend") and kind == "causal" else 0,
         seed=rng.randrange(2**31),
     )
 
@@ -216,6 +218,13 @@ def _modes_for(kind: str, space: CaseSpace) -> tuple[str, ...]:
     if not fitting:
         raise ConfigError(f"no mode of the space serves {kind}", asked=space.modes, allowed=allowed[kind])
     return fitting
+
+
+def _kv_source(rng: random.Random, space: CaseSpace, kind: str, mode: str) -> str:
+    if kind == "encoder_only":
+        return "arguments"
+    source = rng.choice(space.kv_sources)
+    return "cached" if kind == "cross" and mode == "decode" else source
 
 
 def _scale(rng: random.Random, space: CaseSpace, heads: int) -> float | tuple[float, ...]:

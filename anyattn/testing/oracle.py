@@ -166,11 +166,11 @@ def stored_values(x: torch.Tensor, dtype: torch.dtype, scale: float | Sequence[f
     return scaled.to(dtype).to(torch.float64) * factors[:, None].to(torch.float64)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |difference| / max |expected|; infinite where one is finite and the other isn't, 0 for no rows.
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
+    """max |difference| / max(`floor`, max |expected|); infinite where one is finite and the other isn't.
 
     Equal infinities agree (an LSE of -inf). Where every expected value is zero the difference counts as
-    it is.
+    it is. Nothing to compare is no error.
     """
     actual, expected = actual.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
     if actual.shape != expected.shape:
@@ -185,5 +185,5 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     finite = expected[~infinite]
     if finite.numel() == 0:
         return 0.0
-    largest = float(finite.abs().max())
+    largest = max(floor, float(finite.abs().max()))
     return float((actual[~infinite] - finite).abs().max()) / (largest or 1.0)

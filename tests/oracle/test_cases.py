@@ -72,7 +72,9 @@ def test_bounds_of_a_smaller_space_hold() -> None:
     [
         ({"prefix_lens": (1, 2)}, "one per request"),
         ({"prefix_lens": (), "extend_lens": ()}, "at least one"),
-        ({"mode": "prefill"}, "mode"),
+        ({"mode": "prefil"}, "mode"),
+        ({"slot_layout": "shuffled"}, "did you mean 'shuffled_pages'"),
+        ({"kv": "read"}, "kv of a case"),
         ({"mode": "decode", "extend_lens": (2,)}, "one new token"),
         ({"kind": "cross"}, "encoder_lens"),
         ({"encoder_lens": (3,)}, "encoder_lens"),
