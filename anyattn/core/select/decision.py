@@ -237,7 +237,8 @@ class Decision:
         request["device"] = self.request.device.partition(":")[0]
         phases = {p.value: _identity(getattr(self, p.value)) for p in Phase}
         head = {"schema": self.schema, "target": self.host.target, "kv": to_plain(self.kv)}
-        text = json.dumps(head | {"request": request, "versions": dict(self.versions)} | phases, sort_keys=True)
+        body = head | phases | {"request": request, "versions": dict(self.versions)}
+        text = json.dumps(body, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def summary(self) -> str:
@@ -253,7 +254,9 @@ class Decision:
 
 
 def _identity(choice: PhaseChoice | None) -> list[Any] | None:
-    return choice and [choice.backend, choice.target, choice.method, choice.kernel_page]
+    if choice is None:
+        return None
+    return [choice.backend, choice.target, choice.method, choice.kernel_page]
 
 
 def _optional_choice(data: Mapping[str, Any] | None) -> PhaseChoice | None:

@@ -1,0 +1,147 @@
+"""The decision record of a solved selection: choices, a verdict on everybody, versions, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from anyattn import __version__
+from anyattn.core.capabilities import BackendRecord, Phase
+from anyattn.core.facts import HostFacts
+from anyattn.core.registry import Registry
+from anyattn.core.select.choices import Wishes
+from anyattn.core.select.decision import (
+    SCHEMA,
+    Candidate,
+    Decision,
+    Degraded,
+    KVChoice,
+    PhaseChoice,
+    Reason,
+    ReasonCode,
+    Rejected,
+    Verdict,
+)
+from anyattn.core.select.joint import Joint
+from anyattn.core.select.libraries import importable, providers_in_use
+from anyattn.core.select.options import Field, Option
+from anyattn.core.select.pages import kernel_page
+from anyattn.core.select.request import Request
+from anyattn.core.select.validate import distance, is_built
+
+__all__ = ["record"]
+
+_POOL_CODES = frozenset({ReasonCode.PAGE_SIZE, ReasonCode.LAYOUT})
+
+
+def record(
+    request: Request,
+    facts: HostFacts,
+    registry: Registry,
+    wishes: Wishes,
+    fields: Mapping[Phase, Field],
+    joint: Joint,
+) -> Decision:
+    """The decision, with a verdict on every backend in every phase."""
+
+    def choice(phase: Phase, option: Option) -> PhaseChoice:
+        return _choice(request, fields[phase], option, joint)
+
+    candidates = tuple(
+        _candidate(entry, request, facts, field, joint)
+        for entry in registry.records()
+        for field in fields.values()
+    )
+    return Decision(
+        schema=SCHEMA,
+        request=request,
+        host=facts,
+        kv=KVChoice(joint.page, joint.layout, request.kv_dtype),
+        prefill=choice(Phase.PREFILL, joint.prefill),
+        decode=choice(Phase.DECODE, joint.decode),
+        verify=None if joint.verify is None else choice(Phase.VERIFY, joint.verify),
+        draft=None if joint.draft is None else choice(Phase.DRAFT, joint.draft),
+        candidates=candidates,
+        versions=_versions(facts, joint),
+        notes=tuple(_notes(wishes, fields, joint)),
+    )
+
+
+def _choice(request: Request, field: Field, option: Option, joint: Joint) -> PhaseChoice:
+    page = kernel_page(option.row, joint.page, joint.layout)
+    kind = request.model_kind
+    return PhaseChoice(
+        backend=option.record.name,
+        target=option.record.targets.get(kind),
+        method=option.row.method,
+        built=is_built(option.record, kind),
+        kernel_page=page or joint.page,  # never None: solve_joint only takes rows that fit
+        how=option.rank.how,
+        verdict=_with_cause(option.verdict, field),
+        row=option.row,
+        evidence=option.rank.evidence,
+    )
+
+
+def _with_cause(verdict: Verdict, field: Field) -> Verdict:
+    """A degraded winner says what kept the nearest better candidate out."""
+    refused = {n: v for n, v in field.verdicts.items() if isinstance(v, Rejected)}
+    better = any(not option.degraded for option in field.open)
+    if not isinstance(verdict, Degraded) or verdict.reason.hint or better or not refused:
+        return verdict
+    name, nearest = min(refused.items(), key=lambda item: distance(item[1]))
+    return Degraded(replace(verdict.reason, hint=f"nearest: {name}, but {nearest.reasons[0]}"))
+
+
+def _candidate(
+    entry: BackendRecord, request: Request, facts: HostFacts, field: Field, joint: Joint
+) -> Candidate:
+    rows = [o for o in field.open if o.record.name == entry.name]
+    fitting = [o for o in rows if kernel_page(o.row, joint.page, joint.layout) is not None]
+    verdict = field.verdicts[entry.name]
+    if field.choice is not None and rows and entry.name != field.choice.backend:
+        allowed = f"{entry.name} passes too"
+        verdict = Rejected((Reason(ReasonCode.EXPLICIT_OTHER, field.choice.source, allowed),))
+    elif rows and not fitting:
+        verdict = Rejected((_no_joint(rows[0], joint),))
+    elif fitting:
+        verdict = _with_cause(fitting[0].verdict, field)
+    row = (fitting or rows)[0].row if rows else None
+    state = importable(row, facts) if row is not None else _importable_of(entry, field.phase, facts)
+    return Candidate(entry.name, field.phase, verdict, state, is_built(entry, request.model_kind))
+
+
+def _importable_of(entry: BackendRecord, phase: Phase, facts: HostFacts) -> str:
+    """Of a rejected backend: that of its best row for the phase, whatever the model."""
+    states = {importable(row, facts) for row in entry.rows if phase in row.phases}
+    return next((s for s in ("yes", "unknown") if s in states), "no")
+
+
+def _no_joint(option: Option, joint: Joint) -> Reason:
+    others = dict.fromkeys(o.record.name for o in (joint.prefill, joint.decode))
+    pages = option.row.form.kernel_page or option.row.pages
+    allowed = f"pages {pages}, layouts {', '.join(option.row.layouts)}"
+    asked = f"page {joint.page}, {joint.layout} beside {' and '.join(others)}"
+    return Reason(ReasonCode.NO_JOINT_LAYOUT, asked, allowed)
+
+
+def _notes(wishes: Wishes, fields: Mapping[Phase, Field], joint: Joint) -> Iterator[str]:
+    for source in (wishes.page_source, wishes.layout_source):
+        if source.startswith(("ANYATTN_", "pinned")):
+            yield f"KV pool: {source}"
+    for phase, field in fields.items():
+        if joint.of(phase) is None:
+            who = f"{field.choice.source}, which can't" if field.choice else "no backend can"
+            yield f"{phase.value}: left empty, {who} serve it with this model and pool"
+        for name, verdict in field.verdicts.items():
+            codes = {r.code for r in verdict.reasons} if isinstance(verdict, Rejected) else set()
+            if codes and codes <= _POOL_CODES and phase in (Phase.PREFILL, Phase.DECODE):
+                yield f"{phase.value}: only the page or layout asked for keeps {name} out"
+
+
+def _versions(facts: HostFacts, joint: Joint) -> dict[str, str]:
+    """Of this package, torch, the runtime and the libraries that the chosen rows run on."""
+    rows = [option.row for phase in Phase if (option := joint.of(phase)) is not None]
+    libraries = {lib.distribution: lib.version for row in rows for lib in providers_in_use(row, facts)}
+    found = {"anyattn": __version__, "torch": facts.torch, "runtime": facts.runtime, **libraries}
+    return {name: version for name, version in found.items() if version is not None}

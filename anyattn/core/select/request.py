@@ -1,0 +1,177 @@
+"""What is asked of selection: the model's layers, dtypes, explicit choices and guarantees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from anyattn.core.capabilities import Feature, ModelKind, Phase
+from anyattn.core.select.codec import from_plain, to_plain
+from anyattn.core.spec import AttentionKind, AttentionSpec, Limits
+from anyattn.core.traits import Determinism
+from anyattn.errors import ConfigError, UnknownNameError
+
+__all__ = ["DTYPES", "Request", "canonical_dtype", "spec_features"]
+
+DTYPES = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float4_e2m1fn_x2",
+    "int8",
+    "uint8",
+)
+"""Element types that tensors of queries or of the KV pool may have, by torch name."""
+
+_SHORT = {
+    "fp64": "float64",
+    "double": "float64",
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fnuz": "float8_e4m3fnuz",
+    "fp8_e5m2": "float8_e5m2",
+    "fp8_e5m2fnuz": "float8_e5m2fnuz",
+}
+
+_KIND_FEATURES = {
+    AttentionKind.BIDIRECTIONAL: Feature.BIDIRECTIONAL,
+    AttentionKind.ENCODER_ONLY: Feature.ENCODER_ONLY,
+    AttentionKind.CROSS: Feature.CROSS,
+}
+
+
+def canonical_dtype(name: object) -> str:
+    """The torch name, without `torch.`, of a dtype, a torch name or a usual short form (`bf16`, `fp8_e4m3`).
+
+    Raises:
+        UnknownNameError: anything else; names the nearest.
+    """
+    text = str(name).removeprefix("torch.")
+    text = _SHORT.get(text, text)
+    if text not in DTYPES:
+        raise UnknownNameError("dtype", text, DTYPES)
+    return text
+
+
+def spec_features(spec: AttentionSpec) -> frozenset[Feature]:
+    """Features that one layer asks for beyond plain causal attention with scale 1/sqrt(D).
+
+    MLA always carries a scale of its own, so there it isn't a feature.
+    """
+    plain_scale = math.isclose(spec.scale, 1.0 / math.sqrt(spec.head_dim), rel_tol=1e-6)
+    wanted = {
+        Feature.WINDOW: spec.sliding_window is not None,
+        Feature.LOGIT_CAP: spec.logit_cap is not None,
+        Feature.SINKS: spec.sinks,
+        Feature.CUSTOM_SCALE: spec.mla is None and not plain_scale,
+    }
+    if spec.kind in _KIND_FEATURES:
+        wanted[_KIND_FEATURES[spec.kind]] = True
+    return frozenset(feature for feature, asked in wanted.items() if asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question to selection.
+
+    Args:
+        specs: attention of every layer, heads of this rank.
+        dtype: of queries and of the model; `kv_dtype`: of the KV pool, default `dtype`.
+        device: torch device the model runs on (`cuda:0`, `npu`, `cpu`).
+        limits: bounds of the serving process; `max_draft_tokens > 0` says that it verifies drafts.
+        page_size, layout: of the KV pool; None lets selection choose.
+        backend: explicit choice for every phase without one of its own; `prefill` … `draft`: per phase.
+        deterministic: the `Determinism` wanted, as a number.
+        features: asked for in calls, beyond what the specs say (LSE, KV_SCALES, …).
+        kind: the model kind where specs can't tell (SPARSE, LINEAR); None = MLA or DENSE, from the specs.
+
+    Raises:
+        ConfigError: no specs, a page below 1, an unknown dtype (UnknownNameError).
+    """
+
+    specs: tuple[AttentionSpec, ...]
+    dtype: str
+    kv_dtype: str = ""
+    device: str = "cpu"
+    limits: Limits | None = None
+    page_size: int | None = None
+    layout: str | None = None
+    backend: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    verify: str | None = None
+    draft: str | None = None
+    deterministic: int = 0
+    features: frozenset[Feature] = frozenset()
+    kind: ModelKind | None = None
+
+    def __post_init__(self) -> None:
+        if not self.specs:
+            raise ConfigError("a model has at least one AttentionSpec", asked="[]")
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "kv_dtype", canonical_dtype(self.kv_dtype or self.dtype))
+        if self.page_size is not None and self.page_size < 1:
+            raise ConfigError("page_size counts tokens", asked=self.page_size, allowed=">= 1")
+        if self.deterministic not in set(Determinism):
+            raise ConfigError("deterministic", asked=self.deterministic, allowed="0, 1 or 2")
+
+    @property
+    def model_kind(self) -> ModelKind:
+        """Whose class of a backend is used: `kind`, else MLA if some layer is, else DENSE."""
+        if self.kind is not None:
+            return self.kind
+        return ModelKind.MLA if any(s.mla is not None for s in self.specs) else ModelKind.DENSE
+
+    @cached_property
+    def kinds(self) -> frozenset[ModelKind]:
+        """All kinds that a row must serve: a model may mix MLA layers with dense ones."""
+        if self.kind is not None:
+            return frozenset({self.kind})
+        return frozenset(ModelKind.MLA if s.mla is not None else ModelKind.DENSE for s in self.specs)
+
+    @cached_property
+    def distinct_specs(self) -> tuple[AttentionSpec, ...]:
+        """The specs without repetitions, in layer order."""
+        return tuple(dict.fromkeys(self.specs))
+
+    @cached_property
+    def wanted(self) -> frozenset[Feature]:
+        """`features` and what the specs imply."""
+        return self.features.union(*(spec_features(s) for s in self.distinct_specs))
+
+    @property
+    def speculative(self) -> bool:
+        """The serving process verifies drafts."""
+        return self.limits is not None and self.limits.max_draft_tokens > 0
+
+    def choice(self, phase: Phase) -> str | None:
+        """The backend named for exactly this phase."""
+        name: str | None = getattr(self, phase.value)
+        return name
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives an equal request."""
+        data: dict[str, Any] = to_plain(self)
+        return data
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Request:
+        """The request that `to_json` wrote.
+
+        Raises:
+            ConfigError: missing or unknown fields, impossible values.
+        """
+        return from_plain(Request, data)
