@@ -115,7 +115,8 @@ class ForwardBatch:
         mask: explicit visibility (TARGET_VERIFY, DLLM_EXTEND), or None.
         encoder_lens, encoder_out_cache_loc: int64 `[B]` and `[sum]` for cross-attention.
         num_decode: decode rows at the tail of a MIXED batch.
-        num_padding_requests, num_padding_tokens: rows at the end that stand for nobody.
+        num_padding_requests, num_padding_tokens: rows at the end that stand for nobody; the tokens of
+            padded requests count.
         captured_mode, logical_mode: mode of the graph, mode before a relabelling; default `forward_mode`.
         serial: identity of this batch; a plan remembers it.
     """
@@ -176,6 +177,8 @@ class ForwardBatch:
 
         `out_cache_loc=None` says that the step stores nothing (encoder-only layers, or layers called
         with `save_kv_cache=False`); the lengths must then be on the host.
+        `num_padding_tokens` are rows behind the last request; those of padded requests are added to them
+        (outside DECODE with lengths on a device: pass the sum of both).
 
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
@@ -203,6 +206,9 @@ class ForwardBatch:
         if total is not None and total != tokens:
             raise BatchError("extend_lens must add up to out_cache_loc's length", asked=total, allowed=tokens)
         assert tokens is not None
+        if num_padding_requests and (on_host or mode is ForwardMode.DECODE):
+            padded = ext[batch_size - num_padding_requests :]
+            num_padding_tokens += int(padded.sum()) if on_host else num_padding_requests
         seq = prefix + ext
         pos = None if positions is None else _index(positions, "positions")
         if pos is not None and pos.shape[0] != tokens:

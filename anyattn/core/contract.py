@@ -218,7 +218,10 @@ class AttentionBackend(StepBackend):
         )
         self._dispatch(batch.forward_mode, call)
         if batch.num_padding_tokens:
-            out3[batch.num_tokens - batch.num_padding_tokens :] = 0
+            padding = slice(batch.num_tokens - batch.num_padding_tokens, None)
+            out3[padding] = 0
+            if lse is not None:
+                lse[padding] = -torch.inf
         return LayerOutput(result, lse)
 
     def _dispatch(self, mode: ForwardMode, call: AttentionCall) -> None:
