@@ -1,1 +1,1 @@
-"""The `anyattn` command."""
+"""The `anyattn` command. Nothing here imports torch before a command asks for it."""

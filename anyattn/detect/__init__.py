@@ -1,1 +1,25 @@
-"""What machine this is and which libraries it has."""
+"""What machine this is and which libraries it has, without importing torch or creating a device context."""
+
+from __future__ import annotations
+
+from anyattn.detect.host import detect_host
+from anyattn.detect.known import KNOWN
+from anyattn.detect.library import Library
+from anyattn.detect.probe import Outcome, ProbeReport, probe, probe_all, with_probes
+from anyattn.detect.simulate import simulate
+from anyattn.detect.simulated import HOSTS
+from anyattn.detect.sources import Sources
+
+__all__ = [
+    "HOSTS",
+    "KNOWN",
+    "Library",
+    "Outcome",
+    "ProbeReport",
+    "Sources",
+    "detect_host",
+    "probe",
+    "probe_all",
+    "simulate",
+    "with_probes",
+]
