@@ -33,6 +33,7 @@ class Step:
     q: torch.Tensor
     k: torch.Tensor | None
     v: torch.Tensor | None
+    kv: str
     requests: list[OracleRequest]
     keys: torch.Tensor
     values: torch.Tensor
@@ -49,13 +50,17 @@ def build_step(
     extend_lens: Sequence[int] | None = None,
     *,
     mode: str | None = None,
+    kv: str | None = None,
     fill_prefix: bool = True,
+    inputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None = None,
 ) -> Step:
     """A step of `members` (indices into the case's requests) with these lengths; default: the case's own.
 
-    `fill_prefix` puts random prior KV behind the prefix; False where earlier steps stored it.
+    `kv` as in the case. `fill_prefix` puts random KV where the step expects it already (prefix, encoder);
+    False where earlier steps stored it. `inputs` are (q, k, v) where they aren't to be random.
     """
     case = world.case
+    kv = kv or case.kv
     members = range(case.batch_size) if members is None else members
     prefix = [case.prefix_lens[m] for m in members] if prefix_lens is None else list(prefix_lens)
     extend = [case.extend_lens[m] for m in members] if extend_lens is None else list(extend_lens)
@@ -63,12 +68,12 @@ def build_step(
         for member, length in zip(members, prefix, strict=True):
             world.fill(world.slots[member][:length])
     tokens = sum(extend) + case.padding
-    q, k, v = _inputs(world, members, tokens)
+    q, k, v = _inputs(world, members, tokens) if inputs is None else inputs
     new = [world.slots[m][p : p + e] for m, p, e in zip(members, prefix, extend, strict=True)]
     requests, mask, positions = _facts(world, members, prefix, extend)
-    step = Step(world, _batch(world, members, prefix, extend, new, mode or case.mode, mask, positions),
-                q, k, v, requests, world.keys, world.values, torch.empty(0, dtype=torch.int64))  # fmt: skip
-    _settle_kv(step, members, new)
+    batch = _batch(world, members, prefix, extend, new, mode or case.mode, kv, mask, positions)
+    step = Step(world, batch, q, k, v, kv, requests, world.keys, world.values, torch.empty(0).long())
+    _settle_kv(step, members, new, fill_prefix)
     return step
 
 
@@ -141,6 +146,7 @@ def _batch(
     extend: Sequence[int],
     new: Sequence[torch.Tensor],
     mode: str,
+    kv: str,
     mask: anyattn.ExplicitMask | None,
     positions: list[int] | None,
 ) -> anyattn.ForwardBatch:
@@ -156,7 +162,7 @@ def _batch(
     host: dict[str, Any] = {"host_lens": "copy"} if case.device_ints else {}
     if case.kind == "cross":
         host["encoder_lens"] = [world.encoder_slots[m].shape[0] for m in members]
-        if case.kv == "write":
+        if kv == "write":
             host["encoder_out_cache_loc"] = torch.cat([world.encoder_slots[m] for m in members]).tolist()
     if mode == "decode":
         fill = world.backend.get_cuda_graph_seq_len_fill_value(anyattn.ForwardMode.DECODE, 1)
@@ -179,21 +185,21 @@ def _batch(
     return anyattn.ForwardBatch.extend(*common, mode=anyattn.ForwardMode(mode), **host)
 
 
-def _settle_kv(step: Step, members: Sequence[int], new: Sequence[torch.Tensor]) -> None:
+def _settle_kv(step: Step, members: Sequence[int], new: Sequence[torch.Tensor], fill: bool) -> None:
     """What the step stores, and what it should attend to."""
     world, case = step.world, step.world.case
     slots = torch.cat([world.encoder_slots[m] for m in members] if case.kind == "cross" else list(new))
-    if case.kv == "cached":
-        world.fill(slots)
+    if step.kv == "cached":
         step.k = step.v = None
-    assert step.k is None or step.v is not None
+        if fill:
+            world.fill(slots)
     count = slots.shape[0]
-    if case.kv == "write" and step.k is not None and step.v is not None:
+    if step.kv == "write" and step.k is not None and step.v is not None:
         world.expect(slots, step.k[:count], step.v[:count])
         step.written = slots
     step.keys, step.values = world.keys.clone(), world.values.clone()
     mode = step.batch.forward_mode
-    direct = case.kv == "arguments" or world.backend.traits(mode).kv_read is KVRead.DIRECT
+    direct = step.kv == "arguments" or world.backend.traits(mode).kv_read is KVRead.DIRECT
     if direct and step.k is not None and step.v is not None:
         step.keys[slots] = step.k[:count].cpu().double()
         step.values[slots] = step.v[:count].cpu().double()

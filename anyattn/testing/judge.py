@@ -60,7 +60,7 @@ def run_step(step: Step, plan: Plan | None = None) -> Step:
     with anyattn.forward_context(world.backend, plan):
         result = world.layer(
             q, k, v, step.batch,
-            save_kv_cache=case.kv == "write", return_lse=case.return_lse, out=out, lse_out=lse_out,
+            save_kv_cache=step.kv == "write", return_lse=case.return_lse, out=out, lse_out=lse_out,
         )  # fmt: skip
     step.out, step.lse = result if case.return_lse else (result, None)
     faults = [
