@@ -1,0 +1,124 @@
+"""Record of `ascend`: torch-npu's fused infer attention on 910B and 910C, the older operators on 310P."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyattn.catalog import architectures as arch
+from anyattn.catalog.building import (
+    DECODE,
+    DRAFT,
+    HALVES,
+    LATENT,
+    MATERIALISED,
+    NHD,
+    PREFILL,
+    VERIFY,
+    block_table,
+    per_dtype,
+    square,
+)
+from anyattn.core.capabilities import BackendRecord, Feature, HeadDims, ModelKind, PageSizes, Provider
+
+__all__ = ["RECORDS"]
+
+NZ = "NZ"
+"""`[N, Hkv * D / 16, P, 16]`, the layout that 310P's operators read (vendor-apis §1.5)."""
+
+_TORCH_NPU = (Provider("torch-npu", ">=2.10", ("torch_npu",)),)
+_TORCH_NPU_V2 = (Provider("torch-npu", ">=2.14", ("torch_npu",)),)
+_PAGE = PageSizes((128,))
+_GROUPS = tuple(range(1, 65))
+
+_FIA: dict[str, Any] = {
+    # One TND call serves decode, extend and mixed steps; its lengths are host lists, updated before replay.
+    "architectures": arch.ASCEND_910,
+    "pages": _PAGE,  # 16 gave garbage and 1 was refused (sglang#38196); queries of 2 and more want 128
+    "form": block_table(128),
+    "layouts": (NHD,),
+    "group_sizes": _GROUPS,
+    "host_lengths": 2,
+    "graph": 1,
+}
+_ALL = (PREFILL, DECODE, VERIFY, DRAFT)
+_FEATURES = (Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY)
+
+_ROWS = (
+    *per_dtype(
+        *HALVES,
+        phases=_ALL,
+        providers=_TORCH_NPU,
+        head_dims=HeadDims(pairs=(*square(64, 128, 192), MATERIALISED)),
+        features=(*_FEATURES, Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY),
+        determinism=1,
+        method="FIA TND",
+        source="vendor-apis §8.2, §8.5; head sizes: vllm-ascend#9632 (on D 256 sglang#28635 disagrees)",
+        **_FIA,
+    ),
+    *per_dtype(
+        "bfloat16",
+        phases=_ALL,
+        providers=_TORCH_NPU_V2,
+        head_dims=HeadDims(pairs=square(64, 128)),
+        features=(Feature.SINKS, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
+        method="FIA v2 TND, learnable sink",
+        source="vendor-apis §8.2: bf16 sinks, TND, Dv up to 128",
+        **_FIA,
+    ),
+    *per_dtype(
+        *HALVES,
+        phases=_ALL,
+        providers=_TORCH_NPU,
+        head_dims=HeadDims(pairs=square(64, 128)),
+        features=(*_FEATURES, Feature.WINDOW),
+        degraded="the band's bound is unproven: W for vllm-ascend, W - 1 for SGLang and the documents",
+        method="FIA TND, band mask",
+        source="vendor-apis §1.3, §8.2, §16",
+        **_FIA,
+    ),
+    *per_dtype(
+        *HALVES,
+        kinds=(ModelKind.MLA,),
+        phases=(DECODE, VERIFY),
+        providers=_TORCH_NPU,
+        head_dims=HeadDims(pairs=(LATENT,)),
+        features=(Feature.LSE, Feature.CUSTOM_SCALE),
+        method="FIA MLA, rope apart",
+        source="vendor-apis §8.2, §1.4: up to 16 query tokens a request",
+        **{**_FIA, "group_sizes": ()},
+    ),
+    *per_dtype(
+        *HALVES,
+        kinds=(ModelKind.MLA,),
+        phases=(PREFILL,),
+        providers=_TORCH_NPU,
+        head_dims=HeadDims(pairs=(MATERIALISED,)),
+        features=(Feature.LSE, Feature.CUSTOM_SCALE),
+        method="ring MLA, materialised",
+        source="vendor-apis §8.4 (npu_ring_mla)",
+        **{**_FIA, "group_sizes": (), "graph": 0},
+    ),
+    *per_dtype(
+        "float16",
+        phases=(PREFILL, DECODE),
+        architectures=arch.ASCEND_310P,
+        providers=_TORCH_NPU,
+        head_dims=HeadDims(pairs=square(64, 128)),
+        pages=_PAGE,
+        form=block_table(128),
+        layouts=(NZ,),
+        features=(Feature.CUSTOM_SCALE,),
+        host_lengths=2,
+        graph=0,
+        method="flash, paged and splitfuse operators",
+        source="vendor-apis §8.3: fp16 and NZ only, P * D up to 128 * 128; other head sizes: no fact",
+    ),
+)
+
+RECORDS = (
+    BackendRecord(
+        name="ascend",
+        summary="torch-npu: fused infer attention (TND, pages of 128) on 910B and 910C; fp16 NZ on 310P",
+        rows=_ROWS,
+    ),
+)

@@ -1,0 +1,52 @@
+"""Records of the NVIDIA families. Their rows are in `cuda_*.py`; one name may serve dense models and MLA."""
+
+from __future__ import annotations
+
+from anyattn.catalog import cuda_flash, cuda_flashinfer, cuda_sm90, cuda_trtllm
+from anyattn.core.capabilities import BackendRecord
+
+__all__ = ["RECORDS"]
+
+RECORDS = (
+    BackendRecord(
+        name="flashinfer",
+        summary="FlashInfer's paged, ragged and MLA wrappers, planned on the host",
+        rows=(*cuda_flashinfer.DENSE_ROWS, *cuda_flashinfer.MLA_ROWS),
+    ),
+    BackendRecord(
+        name="fa3",
+        summary="FlashAttention-3 from sglang-kernel, vLLM's bundle or tokenspeed-fa3",
+        rows=(*cuda_flash.FA3_DENSE_ROWS, *cuda_flash.FA3_MLA_ROWS),
+    ),
+    BackendRecord(
+        name="fa4",
+        summary="FlashAttention-4 (CuTe DSL), where it reads paged KV",
+        rows=(*cuda_flash.FA4_DENSE_ROWS, *cuda_flash.FA4_MLA_ROWS),
+    ),
+    BackendRecord(
+        name="flashmla",
+        summary="FlashMLA's dense decode; the prefill beside it is another backend's",
+        rows=cuda_sm90.FLASHMLA_ROWS,
+    ),
+    BackendRecord(
+        name="trtllm_mha",
+        summary="TensorRT-LLM kernels in FlashInfer: trtllm-gen on SM100, SM103; XQA on SM90, SM120, SM121",
+        rows=cuda_trtllm.TRTLLM_MHA_ROWS,
+    ),
+    BackendRecord(
+        name="trtllm_mla",
+        summary="trtllm-gen MLA in FlashInfer, SM100 and SM103 only",
+        rows=cuda_trtllm.TRTLLM_MLA_ROWS,
+    ),
+    BackendRecord(
+        name="cutedsl_mla",
+        summary="CuTe DSL MLA decode of tokenspeed-mla or FlashInfer, SM100 and SM103",
+        rows=cuda_trtllm.CUTEDSL_MLA_ROWS,
+        deprecated_aliases=("tokenspeed_mla",),
+    ),
+    BackendRecord(
+        name="hpc_ops",
+        summary="Tencent's kernels for SM90: D 128, groups of 4 and 8",
+        rows=cuda_sm90.HPC_OPS_ROWS,
+    ),
+)

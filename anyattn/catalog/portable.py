@@ -1,0 +1,156 @@
+"""Backends that one compiler carries over vendors: `triton` (our kernels) and `flex_attention` (torch's)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyattn.catalog import architectures as arch
+from anyattn.catalog.building import (
+    ANY_PAGE,
+    DECODE,
+    DRAFT,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    HALVES,
+    LATENT,
+    PREFILL,
+    TRITON,
+    VERIFY,
+    per_dtype,
+    square,
+)
+from anyattn.core.capabilities import BackendRecord, CapabilityRow, Feature, FormSpec, HeadDims, ModelKind
+
+__all__ = ["RECORDS"]
+
+# --- triton ----------------------------------------------------------------------------------------
+# What the kernels are specified to do. `proof` stays UNTESTED until they exist and the kit has run.
+
+_BOTH = (*arch.SM89_UP, *arch.GFX950, *arch.GFX12)
+_FP8: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    # Triton 3.7's compiler options: e4m3fn from SM89 on; AMD converts what the chip has natively, the rest
+    # in software, which isn't declared.
+    (arch.SM80_86, (E5M2,)),
+    (_BOTH, (E4M3, E5M2)),
+    (arch.GFX942, (E4M3_FNUZ,)),
+    ((*arch.GFX90A, *arch.GFX11), ()),
+)
+_FP8_MLA = (
+    (arch.SM80_86, (E5M2,)),
+    ((*arch.SM89_UP, *arch.GFX950), (E4M3, E5M2)),
+    (arch.GFX942, (E4M3_FNUZ,)),
+    (arch.GFX90A, ()),
+    (arch.GFX11, ()),
+    (arch.GFX12, (E4M3, E5M2)),
+)
+
+_MASKS = (Feature.LSE, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY, Feature.RAGGED_VERIFY)
+_SCALED = (Feature.CUSTOM_SCALE, Feature.KV_SCALES)
+
+_COMMON: dict[str, Any] = {
+    "requires": (TRITON,),
+    "pages": ANY_PAGE,
+    "form": FormSpec("request_table"),
+    "determinism": 2,
+    "tolerates_nan_tail": True,
+}
+_PHASES: tuple[dict[str, Any], ...] = (
+    # The grid of an extend is sized by the longest one; decode needs no length on the host.
+    {"phases": (PREFILL, VERIFY), "host_lengths": 1, "graph": 1, "method": "extend"},
+    {"phases": (DECODE, DRAFT), "host_lengths": 0, "graph": 2, "method": "split-KV decode"},
+)
+
+
+def _triton(
+    architectures: tuple[str, ...], fp8: tuple[str, ...], dtypes: tuple[str, ...], **fields: Any
+) -> tuple[CapabilityRow, ...]:
+    """Rows of every phase, for KV of the model's dtype or of the chip's fp8 kinds."""
+    return tuple(
+        row
+        for phase in _PHASES
+        for row in per_dtype(*dtypes, fp8=fp8, architectures=architectures, **_COMMON, **phase, **fields)
+    )
+
+
+_TRITON_DENSE = tuple(
+    row
+    for chips, fp8 in _FP8
+    for row in _triton(
+        chips,
+        fp8,
+        (*HALVES, "float32"),
+        head_dims=HeadDims(minimum=16, maximum=256, multiple=16, equal=False),
+        features=(Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS),
+        source="own kernels, planned: triton-on-h200 A, B; hardware-free-checks §1.3 (sm103, gfx1151, "
+        "gfx1200 not compiled there)",
+    )
+)
+
+_SMALL_LDS = "rows of 576 in 64 KiB of LDS leave tiles of 16"
+
+_TRITON_MLA = tuple(
+    row
+    for chips, fp8 in _FP8_MLA
+    for row in _triton(
+        chips,
+        fp8,
+        HALVES,
+        kinds=(ModelKind.MLA,),
+        head_dims=HeadDims(pairs=(LATENT,)),
+        features=(Feature.LOGIT_CAP, *_SCALED, *_MASKS),
+        degraded=_SMALL_LDS if chips in (arch.GFX11, arch.GFX12) else None,
+        source="own kernels, planned: sglang-facts §3.1, §4.1 (SGLang's default on SM80 to SM89, SM120 and "
+        "for most head counts on HIP); LDS budget: ROCm/aiter#5229",
+    )
+)
+
+# --- flex_attention --------------------------------------------------------------------------------
+
+_FLEX: dict[str, Any] = {
+    "phases": (PREFILL, DECODE),
+    "pages": ANY_PAGE,
+    "form": FormSpec("token_csr", kernel_page=1, index_dtype="int64"),
+    "features": (
+        Feature.WINDOW,
+        Feature.LOGIT_CAP,
+        Feature.LSE,
+        Feature.BIDIRECTIONAL,
+        Feature.CUSTOM_SCALE,
+    ),
+    "method": "gathered KV, block mask per request",
+}
+
+_FLEX_ROWS = (
+    *per_dtype(
+        *HALVES,
+        "float32",
+        architectures=arch.CUDA,
+        requires=(TRITON,),
+        head_dims=HeadDims(pairs=square(64, 128)),
+        degraded="compiles for each shape and gathers the KV: a cross-check, not a serving path",
+        source="vendor-apis §11.3, sglang-facts §3.1; other head sizes and ROCm: no fact",
+        **_FLEX,
+    ),
+    *per_dtype(
+        "float32",
+        architectures=arch.CPU,
+        head_dims=HeadDims(maximum=256, equal=False),
+        degraded="eager scores are materialised; compiled with a paged mask it gave NaN in some runs",
+        source="vendor-apis §11.3, hardware-free-checks §2.2 (torch 2.13)",
+        **_FLEX,
+    ),
+)
+
+RECORDS = (
+    BackendRecord(
+        name="triton",
+        summary="own Triton kernels: split-KV decode, extend over prefix and new tokens, MLA, verify masks",
+        rows=(*_TRITON_DENSE, *_TRITON_MLA),
+    ),
+    BackendRecord(
+        name="flex_attention",
+        summary="torch.nn.attention.flex_attention on gathered KV",
+        rows=_FLEX_ROWS,
+    ),
+)

@@ -1,0 +1,76 @@
+"""`torch_native`: the reference, every feature in plain torch. The floor under every platform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyattn.catalog import architectures as arch
+from anyattn.catalog.building import ANY_PAGE, DECODE, DRAFT, E4M3, E4M3_FNUZ, E5M2, HND, NHD, PREFILL, VERIFY
+from anyattn.core.capabilities import (
+    BackendRecord,
+    CapabilityRow,
+    Feature,
+    FormSpec,
+    HeadDims,
+    ModelKind,
+    Proof,
+)
+
+__all__ = ["RECORDS"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_EVERYWHERE: dict[str, Any] = {
+    "phases": (PREFILL, DECODE, VERIFY, DRAFT),
+    "head_dims": HeadDims(maximum=1024, equal=False),
+    "dtypes": _DTYPES,
+    "kv_dtypes": (*_DTYPES, E4M3, E4M3_FNUZ, E5M2),
+    "pages": ANY_PAGE,
+    "form": FormSpec("token_csr", kernel_page=1, index_dtype="int64"),
+    "layouts": (NHD, HND),
+    "features": (
+        Feature.WINDOW,
+        Feature.LOGIT_CAP,
+        Feature.SINKS,
+        Feature.LSE,
+        Feature.EXPLICIT_MASK,
+        Feature.TREE_VERIFY,
+        Feature.RAGGED_VERIFY,
+        Feature.BIDIRECTIONAL,
+        Feature.ENCODER_ONLY,
+        Feature.CROSS,
+        Feature.CUSTOM_SCALE,
+        Feature.KV_SCALES,
+        Feature.NO_CACHE_WRITE,
+    ),
+    "determinism": 1,
+    "host_lengths": 2,
+    "graph": 0,
+    "tolerates_nan_tail": True,
+}
+
+_ROWS = (
+    CapabilityRow(
+        architectures=arch.CPU,
+        method="gather + SDPA, grouped heads folded into rows",
+        proof=Proof.CPU,
+        source="design §2, hardware-free-checks §2, §4",
+        **_EVERYWHERE,
+    ),
+    CapabilityRow(
+        architectures=(*arch.CUDA, *arch.ROCM, *arch.ASCEND_910, *arch.ASCEND_310P),
+        method="gather + SDPA",
+        degraded="reference, not a fast path",
+        source="plain torch operators; not run on accelerators yet, nor fp8 conversion on Ascend",
+        **_EVERYWHERE,
+    ),
+)
+
+RECORDS = (
+    BackendRecord(
+        name="torch_native",
+        summary="the reference: every feature, any device, float32 accumulation",
+        rows=_ROWS,
+        targets={ModelKind.DENSE: "anyattn.backends.reference.torch_native:TorchNative"},
+    ),
+)
