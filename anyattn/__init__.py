@@ -10,8 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anyattn.api import create_backend, select
+    from anyattn.api import select
     from anyattn.core import kv
+    from anyattn.core.assemble import create_backend
     from anyattn.core.batch import Exact, ExplicitMask, ForwardBatch, ForwardMode, UpperBound
     from anyattn.core.call import LayerInputs, LayerOutput
     from anyattn.core.capabilities import Feature
@@ -41,7 +42,7 @@ _HOMES = {
     "Limits": "anyattn.core.spec",
     "MLASpec": "anyattn.core.spec",
     "UpperBound": "anyattn.core.batch",
-    "create_backend": "anyattn.api",
+    "create_backend": "anyattn.core.assemble",
     "current_context": "anyattn.core.context",
     "forward_context": "anyattn.core.context",
     "kv": "anyattn.core",

@@ -6,22 +6,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from anyattn.errors import ContextError
 
 if TYPE_CHECKING:
-    from anyattn.core.contract import AttentionBackend
+    import torch
+
+    from anyattn.core.batch import ForwardBatch
+    from anyattn.core.call import LayerInputs, LayerOutput
+    from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan
 
-__all__ = ["ForwardContext", "current_context", "forward_context"]
+__all__ = ["Attends", "ForwardContext", "current_context", "forward_context"]
+
+
+class Attends(Protocol):
+    """What a layer calls: a backend, or a wrapper of backends."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        return_lse: bool = False,
+        out: torch.Tensor | None = None,
+        lse_out: torch.Tensor | None = None,
+        inputs: LayerInputs | None = None,
+        plan: Plan,
+    ) -> LayerOutput:
+        """See `AttentionBackend.forward`."""
+        ...
 
 
 @dataclass(frozen=True)
 class ForwardContext:
     """What a layer call is redirected to: drafts, streams and sub-batches nest their own."""
 
-    backend: AttentionBackend
+    backend: Attends
     plan: Plan
 
 
@@ -41,7 +67,7 @@ def current_context() -> ForwardContext:
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend, plan: Plan) -> Iterator[ForwardContext]:
+def forward_context(backend: Attends, plan: Plan) -> Iterator[ForwardContext]:
     """Run attention layers with this backend and plan. Nests; per thread and per task."""
     context = ForwardContext(backend, plan)
     token = _current.set(context)

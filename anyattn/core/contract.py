@@ -309,5 +309,9 @@ class AttentionBackend(StepBackend):
                 allowed=0 if loc is None else loc.shape[0],
                 hint=f"give {name}, or pass save_kv_cache=False",
             )
-        self.pool.write(layer.layer_id, loc, k, v)
+        self.write_kv(layer, loc, k, v)
         return True
+
+    def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k [T, Hkv, D]`, `v [T, Hkv, Dv]`; a family with a faster writer overrides it."""
+        self.pool.write(layer.layer_id, loc, k, v)

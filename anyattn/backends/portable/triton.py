@@ -1,0 +1,168 @@
+"""`triton`: our portable kernels on any GPU that Triton compiles for; the interpreter runs them on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from anyattn.core.batch import ForwardMode
+from anyattn.core.call import AttentionCall
+from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.groups import PlanGroup
+from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.plan import Plan
+from anyattn.core.spec import AttentionKind
+from anyattn.core.traits import KVRead, SharedReadEnds, Traits
+from anyattn.errors import PoolError
+from anyattn.kernels.triton import attention as kernels
+from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
+
+__all__ = ["TritonAttention"]
+
+
+@dataclass(eq=False)
+class _Step:
+    """`Plan.private`: tiles per plan group, and one split-KV workspace for all of its layers."""
+
+    decode: dict[PlanGroup, tuple[Decode, tuple[torch.Tensor, torch.Tensor] | None]] = field(
+        default_factory=dict
+    )
+    extend: dict[PlanGroup, Extend] = field(default_factory=dict)
+
+
+class TritonAttention(AttentionBackend):
+    """Split-KV decode and variable-length extend straight from `req_to_token` (REQUEST_TABLE)."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        """Raises `PoolError` for a pool that isn't NHD or HND."""
+        super().__init__(config)
+        if not isinstance(self.pool, MHAPool):
+            raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
+        self._caches: dict[int, kernels.Cache] = {}
+        self._units = _num_units(self.pool.device)
+        self._small = not torch.cuda.is_available() or _shared_memory(self.pool.device) < 96 << 10
+        self._target = "hip" if torch.version.hip else "cuda"
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """Kernels read the live request table; new tokens are attended to as given, except in decode."""
+        base = super().traits(mode)
+        return Traits(
+            host_lengths=base.host_lengths,
+            shared_read_ends=SharedReadEnds.POST_REPLAY,
+            graph=base.graph,
+            determinism=base.determinism,
+            kv_read=KVRead.READ_BACK if mode is ForwardMode.DECODE else KVRead.DIRECT,
+            tolerates_nan_tail=base.tolerates_nan_tail,
+        )
+
+    def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
+        """Tiles, splits and workspace: functions of shapes and bounds, never of device values."""
+        step = _Step()
+        itemsize = max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
+        for group, num_q in self.config.groups.max_q_heads.items():
+            heads = kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
+            if plan.max_q_len == 1 and group.table.kind is not AttentionKind.ENCODER_ONLY:
+                bound = plan.max_kv_len if group.table.window is None else group.table.window
+                programs = max(1, plan.key.num_requests) * heads.num_kv * -(-heads.group // 64)
+                tiles = choose_decode(programs, bound, heads.dim, itemsize, self._units, small=self._small)
+                work = kernels.partials(plan.key.num_requests, heads, tiles, self.pool.device)
+                step.decode[group] = (tiles, work)
+            rows = max(1, plan.max_q_len) * heads.group
+            step.extend[group] = choose_extend(
+                rows, heads.dim, itemsize, target=self._target, small=self._small
+            )
+        plan.private = step
+
+    def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """One launch for K and V. A layer with shared KV stores nothing."""
+        if layer.spec.kv_shared_with is None:
+            kernels.kv_write(k, v, self._cache(layer.layer_id), loc)
+
+    def forward_decode(self, call: AttentionCall) -> None:
+        """Split-KV decode over everything in the pool."""
+        if not call.stored or call.table is None:
+            self.forward_extend(call)
+            return
+        group = call.layer.plan_group
+        tiles, workspace = call.plan.private.decode[group]
+        heads = self._heads(call)
+        if workspace is not None and heads.num_q != self.config.groups.max_q_heads[group]:
+            workspace = kernels.partials(call.q.shape[0], heads, tiles, call.q.device)
+        kernels.decode(
+            call.q, self._cache(call.layer.layer_id), self._source(call), call.plan.req_pool_indices,
+            call.table.kv_start, call.table.kv_lens, heads, self._variant(call), tiles, workspace,
+            call.out, call.lse,
+        )  # fmt: skip
+
+    def forward_extend(self, call: AttentionCall) -> None:
+        """Cached keys through the table, this step's own from k and v where they were given."""
+        plan, table = call.plan, call.table
+        cross = call.layer.spec.kind is AttentionKind.CROSS
+        direct = call.k is not None and not cross
+        pool_lens = None
+        if table is not None:
+            pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
+        step = kernels.ExtendStep(
+            source=None if table is None else self._source(call),
+            req_rows=plan.req_pool_indices,
+            query_offsets=plan.query_offsets,
+            prefix_lens=plan.prefix_lens,
+            pool_lens=pool_lens,
+            kv_start=None if table is None else table.kv_start,
+            positions=plan.positions if plan.batch.positions is not None else None,
+            mask_cells=None if cross else plan.mask_cells,
+            mask_indptr=None if cross else plan.mask_indptr,
+        )
+        k, v = (call.k, call.v) if direct else (None, None)
+        kernels.extend(
+            call.q, k, v, self._cache(call.layer.layer_id), step, self._heads(call), self._variant(call),
+            plan.private.extend[call.layer.plan_group], call.out, call.lse,
+        )  # fmt: skip
+
+    def _source(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer.spec.kind is AttentionKind.CROSS:
+            assert self.table.encoder_to_token is not None
+            return self.table.encoder_to_token
+        return self.table.req_to_token
+
+    def _cache(self, layer_id: int) -> kernels.Cache:
+        cache = self._caches.get(layer_id)
+        if cache is None:
+            pool = self.pool
+            assert isinstance(pool, MHAPool)
+            k_scale, v_scale = pool.scales(layer_id)
+            cache = self._caches[layer_id] = kernels.Cache.of(
+                pool.key_cache(layer_id), pool.value_cache(layer_id), pool.layout,
+                k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
+            )  # fmt: skip
+        return cache
+
+    @staticmethod
+    def _heads(call: AttentionCall) -> kernels.Heads:
+        spec = call.layer.spec
+        return kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+
+    @staticmethod
+    def _variant(call: AttentionCall) -> kernels.Variant:
+        spec = call.layer.spec
+        window = None if spec.kind is AttentionKind.CROSS else spec.sliding_window
+        return kernels.Variant(
+            spec.scale, spec.logit_cap, window, call.layer.sinks, spec.kind is AttentionKind.CAUSAL
+        )
+
+
+def _num_units(device: torch.device) -> int:
+    """SMs or CUs; a small number where there are none (the interpreter)."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a program may use."""
+    if device.type != "cuda":
+        return 0
+    props = torch.cuda.get_device_properties(device)
+    return int(getattr(props, "shared_memory_per_block_optin", 64 << 10))
