@@ -153,6 +153,7 @@ def gather(
         choice = _phase_choice(phase, request, environ, pin)
         if choice is not None:
             name = registry.get(choice.backend).name
-            phases[phase] = Choice(name, choice.how, choice.source, choice.strict)
+            renamed = "" if name == choice.backend else f" (now called {name!r})"
+            phases[phase] = Choice(name, choice.how, choice.source + renamed, choice.strict)
     page, page_source, layout, layout_source = _pool_wish(request, environ, pin)
     return Wishes(phases, page, page_source, layout, layout_source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from anyattn.core.capabilities import Phase
 from anyattn.core.facts import HostFacts
@@ -40,7 +40,7 @@ _PHRASES = {
     ReasonCode.FEATURE: "no {asked}",
     ReasonCode.DETERMINISM: "not {asked} ({allowed})",
     ReasonCode.NOT_BUILT: "has no adapter in this version",
-    ReasonCode.NO_JOINT_LAYOUT: "shares no pool: {asked}; it takes {allowed}",
+    ReasonCode.NO_JOINT_LAYOUT: "needs {allowed}; the pool is {asked}",
     ReasonCode.EXPLICIT_OTHER: "passes, but {asked} was given",
     ReasonCode.DEGRADED: "slow: {allowed}",
 }
@@ -120,7 +120,7 @@ def explain(decision: Decision) -> str:
     lines = [
         f"Attention on {describe_host(decision.host)}",
         f"  model    {describe_model(decision.request)}",
-        *(line for phase in Phase for line in _phase_lines(phase, getattr(decision, phase.value))),
+        *_phase_lines(decision),
         f"  KV pool  pages of {kv.page_size} tokens, layout {kv.layout}, {kv.dtype}{_pieces(decision)}",
         *(f"  note     {note}" for note in decision.notes),
         *_others(decision),
@@ -128,18 +128,23 @@ def explain(decision: Decision) -> str:
     return "\n".join(lines)
 
 
-def _phase_lines(phase: Phase, choice: PhaseChoice | None) -> Iterable[str]:
-    if choice is None:
-        yield f"  {phase.value:8} nobody"
-        return
-    method = f" ({choice.method})" if choice.method else ""
-    mark = "" if choice.built else "  [no adapter in this version]"
-    yield f"  {phase.value:8} {choice.backend}{method}{mark}  <- {_cut(_because(choice), 96)}"
-    if isinstance(choice.verdict, Degraded):
-        reason = choice.verdict.reason
-        yield f"  {'':8} {_cut(f'slower than a tuned kernel: {reason.allowed}')}"
-        if reason.hint:
-            yield f"  {'':8} {_cut(reason.hint)}"
+def _phase_lines(decision: Decision) -> Iterator[str]:
+    """A line per phase; why a backend is slow is said once."""
+    told: set[str] = set()
+    for phase in Phase:
+        choice: PhaseChoice | None = getattr(decision, phase.value)
+        if choice is None:
+            yield f"  {phase.value:8} nobody"
+            continue
+        method = f" ({choice.method})" if choice.method else ""
+        mark = "" if choice.built else " [no adapter in this version]"
+        yield f"  {phase.value:8} {choice.backend}{method}{mark}: {_cut(_because(choice), 96)}"
+        if isinstance(choice.verdict, Degraded) and choice.backend not in told:
+            told.add(choice.backend)
+            reason = choice.verdict.reason
+            yield f"           {_cut(f'slow: {reason.allowed}')}"
+            if reason.hint:
+                yield f"           {_cut(reason.hint)}"
 
 
 def _because(choice: PhaseChoice) -> str:
@@ -154,14 +159,14 @@ def _because(choice: PhaseChoice) -> str:
 
 def _pieces(decision: Decision) -> str:
     """Kernel pages, where they aren't the pool's."""
-    pages = {p.value: c.kernel_page for p in _MAIN if (c := decision.phase(p)).kernel_page}
-    other = [f"{name} reads {page}" for name, page in pages.items() if page != decision.kv.page_size]
-    return f" ({', '.join(other)} at a time)" if other else ""
+    pages = {phase.value: decision.phase(phase).kernel_page for phase in _MAIN}
+    other = [f"{name} {page}" for name, page in pages.items() if page != decision.kv.page_size]
+    return f" (kernel pages: {', '.join(other)})" if other else ""
 
 
 def _others(decision: Decision) -> list[str]:
     """One line per backend that wasn't taken; other hardware and other models share a line each."""
-    chosen = {choice.backend for p in _MAIN if (choice := decision.phase(p))}
+    chosen = {decision.phase(phase).backend for phase in _MAIN}
     verdicts: dict[str, dict[Phase, Verdict]] = {}
     for candidate in decision.candidates:
         if candidate.phase in _MAIN and candidate.backend not in chosen:

@@ -73,7 +73,9 @@ def _preferred(
             if (entry.phase, entry.kind) == (wanted, kind) and facts.target in entry.architectures:
                 library = f", {entry.library}" if entry.library else ""
                 for name in entry.order:
-                    found.setdefault(name, f"{entry.evidence} ({entry.date}{library})")
+                    found.setdefault(
+                        name, f"preferred on {facts.target}: {entry.evidence} ({entry.date}{library})"
+                    )
         if found:
             break
     return found

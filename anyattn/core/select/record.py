@@ -22,12 +22,13 @@ from anyattn.core.select.decision import (
     Rejected,
     Verdict,
 )
+from anyattn.core.select.explain import phrase
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.libraries import importable, providers_in_use
 from anyattn.core.select.options import Field, Option
 from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.request import Request
-from anyattn.core.select.validate import distance, is_built
+from anyattn.core.select.validate import distance, is_built, is_near
 
 __all__ = ["record"]
 
@@ -84,13 +85,13 @@ def _choice(request: Request, field: Field, option: Option, joint: Joint) -> Pha
 
 
 def _with_cause(verdict: Verdict, field: Field) -> Verdict:
-    """A degraded winner says what kept the nearest better candidate out."""
-    refused = {n: v for n, v in field.verdicts.items() if isinstance(v, Rejected)}
+    """A degraded winner names the nearest better candidate for this chip and model, and its obstacle."""
+    refused = {n: v for n, v in field.verdicts.items() if isinstance(v, Rejected) and is_near(v)}
     better = any(not option.degraded for option in field.open)
-    if not isinstance(verdict, Degraded) or verdict.reason.hint or better or not refused:
+    if not isinstance(verdict, Degraded) or better or not refused:
         return verdict
     name, nearest = min(refused.items(), key=lambda item: distance(item[1]))
-    return Degraded(replace(verdict.reason, hint=f"nearest: {name}, but {nearest.reasons[0]}"))
+    return Degraded(replace(verdict.reason, hint=f"nearest: {name}: {phrase(nearest.reasons[0])}"))
 
 
 def _candidate(

@@ -46,6 +46,13 @@ def _advice(failing: Sequence[Field], fields: Fields, facts: HostFacts, wishes: 
     return f"the nearest that would do: {', '.join(named)}; or leave the choice open"
 
 
+def _elsewhere(failing: Sequence[Field], fields: Fields) -> str:
+    """Phases that the refused backend does serve, where it was named for all at once."""
+    general = {f.choice.backend for f in failing if f.choice is not None and not f.choice.strict}
+    served = [f"{p.value}={n!r}" for p, f in fields.items() for n in f.names() if n in general]
+    return f"; {', '.join(served)} would pass" if served else ""
+
+
 def refuse_choices(
     failing: Sequence[Field], fields: Fields, facts: HostFacts, wishes: Wishes
 ) -> SelectionError:
@@ -56,11 +63,12 @@ def refuse_choices(
     told = dict.fromkeys(why.values())
     details = next(iter(told)) if len(told) == 1 else " | ".join(f"{p}: {t}" for p, t in why.items())
     allowed = ", ".join(dict.fromkeys(name for f in failing for name in f.names())) or "none"
+    hint = _advice(failing, fields, facts, wishes) + _elsewhere(failing, fields)
     return SelectionError(
         f"backend {', '.join(map(repr, names))} can't serve {phases} on {facts.target} ({details})",
         asked=_sources(failing),
         allowed=allowed,
-        hint=_advice(failing, fields, facts, wishes),
+        hint=hint,
     )
 
 

@@ -13,7 +13,7 @@ from anyattn.core.select.request import Request
 from anyattn.core.spec import AttentionSpec
 from anyattn.core.traits import Determinism
 
-__all__ = ["distance", "host_verdict", "is_built", "judge_rows", "request_reasons", "validate"]
+__all__ = ["distance", "host_verdict", "is_built", "is_near", "judge_rows", "request_reasons", "validate"]
 
 _WEIGHT = {ReasonCode.MODEL_KIND: 1000, ReasonCode.PHASE: 100, ReasonCode.ARCHITECTURE: 10}
 """How far a reason puts a backend away: one for another phase or chip is no near miss."""
@@ -96,15 +96,21 @@ def _page_reason(row: CapabilityRow, request: Request) -> Reason | None:
 
 
 def _dtype_reasons(row: CapabilityRow, request: Request, peers: Sequence[CapabilityRow]) -> list[Reason]:
-    """Rows often come one per dtype, so what is allowed is read from all rows for the phase and chip."""
-    reasons = []
-    same = [r for r in peers if request.dtype in r.dtypes] or peers
-    if request.dtype not in row.dtypes:
-        reasons.append(Reason(ReasonCode.DTYPE, request.dtype, _union(peers, "dtypes")))
-    known = {name for r in same for name in r.kv_dtypes}
-    if request.kv_dtype not in row.kv_dtypes and (not reasons or request.kv_dtype not in known):
-        reasons.append(Reason(ReasonCode.KV_DTYPE, request.kv_dtype, _union(same, "kv_dtypes")))
-    return reasons
+    """Rows often come one per dtype, so what is allowed is read from all rows for the phase and chip.
+
+    KV that merely follows a dtype which is refused is no reason of its own.
+    """
+    if request.dtype in row.dtypes:
+        same = [r for r in peers if request.dtype in r.dtypes]
+        fits = request.kv_dtype in row.kv_dtypes
+        return [] if fits else [_kv_reason(request, same)]
+    reasons = [Reason(ReasonCode.DTYPE, request.dtype, _union(peers, "dtypes"))]
+    known = {request.dtype}.union(*(r.kv_dtypes for r in peers))
+    return reasons if request.kv_dtype in known else [*reasons, _kv_reason(request, peers)]
+
+
+def _kv_reason(request: Request, rows: Sequence[CapabilityRow]) -> Reason:
+    return Reason(ReasonCode.KV_DTYPE, request.kv_dtype, _union(rows, "kv_dtypes"))
 
 
 def _feature_reasons(row: CapabilityRow, request: Request) -> list[Reason]:
@@ -155,6 +161,11 @@ def distance(verdict: Verdict) -> int:
     if isinstance(verdict, Rejected):
         return 2 + sum(_WEIGHT.get(r.code, 1) for r in verdict.reasons)
     return int(isinstance(verdict, Degraded))
+
+
+def is_near(verdict: Rejected) -> bool:
+    """The backend has rows for this model kind, phase and chip; only details are in the way."""
+    return all(reason.code not in _WEIGHT for reason in verdict.reasons)
 
 
 def judge_rows(

@@ -1,0 +1,202 @@
+"""The way in: `select`. The only caller of detection; imports no vendor library and, on its own, no torch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from anyattn import env
+from anyattn.core.capabilities import Feature, ModelKind, Preference
+from anyattn.core.facts import HostFacts
+from anyattn.core.registry import Registry
+from anyattn.core.select.decision import Decision
+from anyattn.core.select.request import Request, canonical_dtype
+from anyattn.core.select.solve import decide
+from anyattn.core.spec import AttentionSpec, Limits
+from anyattn.core.traits import Determinism
+from anyattn.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["host_facts", "make_request", "platform_preferences", "registry", "select"]
+
+E = TypeVar("E", bound=Enum)
+
+_LOG = logging.getLogger("anyattn")
+_DEVICES = {"cuda": "cuda", "rocm": "cuda", "ascend": "npu", "cpu": "cpu"}
+"""torch's device type on each platform."""
+
+
+@functools.cache
+def registry() -> Registry:
+    """The process's registry: all records of the catalog."""
+    from anyattn.catalog import records
+
+    return Registry(records())
+
+
+@functools.cache
+def platform_preferences(platform: str) -> tuple[Preference, ...]:
+    """Preference lists of a platform."""
+    from anyattn.platforms import preferences
+
+    return preferences(platform)
+
+
+@functools.cache
+def _detected(device: str | None, visible: tuple[str | None, ...]) -> HostFacts:
+    from anyattn.detect import detect_host
+
+    return detect_host(device)
+
+
+@functools.cache
+def _simulated(text: str) -> HostFacts:
+    from anyattn.detect import simulate
+
+    return simulate(text)
+
+
+def host_facts(device: str | None = None, host: str | HostFacts | None = None) -> HostFacts:
+    """Facts to select by: of `host` (a simulated one by name, or given), of `ANYATTN_ASSUME`, else of here.
+
+    This machine is looked at once per process, device and set of visible devices.
+
+    Raises:
+        UnknownNameError: an unknown simulated host.
+        ConfigError: a device that isn't there, or not of the simulated host.
+    """
+    host = env.read("ANYATTN_ASSUME") if host is None else host
+    if host is None:
+        names = (
+            "CUDA_VISIBLE_DEVICES",
+            "HIP_VISIBLE_DEVICES",
+            "ROCR_VISIBLE_DEVICES",
+            "ASCEND_RT_VISIBLE_DEVICES",
+        )
+        return _detected(device, tuple(os.environ.get(name) for name in names))
+    facts = _simulated(host) if isinstance(host, str) else host
+    own = _DEVICES.get(facts.platform, facts.platform)
+    if device is not None and device.partition(":")[0] != own:
+        hint = f"leave device out, or use {own!r}"
+        raise ConfigError("device isn't of the host that is assumed", asked=device, allowed=own, hint=hint)
+    return facts
+
+
+def _determinism(value: int | str | None) -> int:
+    if isinstance(value, str):
+        names = {d.name.lower().replace("_", "-"): int(d) for d in Determinism}
+        if value not in names:
+            raise UnknownNameError("determinism", value, names)
+        return names[value]
+    return int(value or 0)
+
+
+def _member(kind: type[E], value: E | str) -> E:
+    """The member of an enumeration, from itself or its value."""
+    known = {str(member.value): member for member in kind}
+    text = value if isinstance(value, str) else str(value.value)
+    if text not in known:
+        raise UnknownNameError(kind.__name__.lower(), text, known)
+    return known[text]
+
+
+def make_request(
+    specs: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    kv_dtype: torch.dtype | str | None = None,
+    deterministic: Determinism | int | str | None = None,
+    features: Iterable[Feature | str] = (),
+    kind: ModelKind | str | None = None,
+    limits: Limits | None = None,
+    page_size: int | None = None,
+    layout: str | None = None,
+    **backends: str | None,
+) -> Request:
+    """A `Request` from what callers have at hand: torch dtypes and devices, names of features and levels.
+
+    Raises:
+        UnknownNameError, ConfigError: as in `select`.
+    """
+    return Request(
+        specs=(specs,) if isinstance(specs, AttentionSpec) else tuple(specs),
+        dtype=canonical_dtype(dtype),
+        kv_dtype=canonical_dtype(dtype if kv_dtype is None else kv_dtype),
+        device=str(device),
+        limits=limits,
+        page_size=page_size,
+        layout=layout,
+        deterministic=_determinism(deterministic),
+        features=frozenset(_member(Feature, name) for name in features),
+        kind=None if kind is None else _member(ModelKind, kind),
+        **backends,
+    )
+
+
+def select(
+    specs: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str | None = None,
+    limits: Limits | None = None,
+    kv_dtype: torch.dtype | str | None = None,
+    page_size: int | None = None,
+    layout: str | None = None,
+    backend: str | None = None,
+    prefill: str | None = None,
+    decode: str | None = None,
+    verify: str | None = None,
+    draft: str | None = None,
+    deterministic: Determinism | int | str | None = None,
+    features: Iterable[Feature | str] = (),
+    kind: ModelKind | str | None = None,
+    host: str | HostFacts | None = None,
+) -> Decision:
+    """Choose backends for prefill, decode, verify and draft, and the KV pool that they share.
+
+    Args:
+        specs: the model's attention layers, heads of this rank.
+        dtype: of the model; `kv_dtype`: of the KV pool, default the same.
+        device: torch device, default the accelerator that this torch can drive, else the CPU.
+        limits: bounds of the serving process; `max_draft_tokens > 0` says that it verifies drafts.
+        page_size, layout: of the KV pool; honoured or refused, default chosen.
+        backend: explicit choice for all phases; `prefill`, `decode`, `verify`, `draft`: for one. Never
+            replaced: it is honoured or refused.
+        deterministic: `"run-to-run"` or `"batch-invariant"` (or `Determinism`).
+        features: what calls will ask for beyond the specs (`Feature.LSE`, `"kv_scales"`, …).
+        kind: `"sparse"` or `"linear"` layers, which specs can't tell from others.
+        host: a simulated host (`"rocm:gfx942"`) or given facts instead of this machine.
+
+    Raises:
+        UnknownNameError: a backend, dtype, feature, layout, host or `ANYATTN_*` variable nobody knows.
+        SelectionError: nobody can serve the request, or not the backend that was asked for.
+    """
+    env.check_environment()
+    facts = host_facts(None if device is None else str(device), host)
+    request = make_request(
+        specs,
+        dtype=dtype,
+        device=_DEVICES.get(facts.platform, facts.platform) if device is None else device,
+        limits=limits,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        layout=layout,
+        backend=backend,
+        prefill=prefill,
+        decode=decode,
+        verify=verify,
+        draft=draft,
+        deterministic=deterministic,
+        features=features,
+        kind=kind,
+    )
+    decision = decide(request, facts, registry(), platform_preferences(facts.platform))
+    _LOG.info("%s", decision.summary())
+    return decision
