@@ -6,6 +6,8 @@ storage), `fill` does device work of static shape (offsets, positions, tables).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from anyattn import env
@@ -29,14 +31,25 @@ class MetadataCompiler:
     """Compiles steps for one backend: one table per table group, in the form that it declares."""
 
     def __init__(
-        self, groups: GroupSet, form: TableForm, pool: KVPool, table: RequestTable, owner: int
+        self,
+        groups: GroupSet,
+        form: TableForm,
+        pool: KVPool,
+        table: RequestTable,
+        owner: int,
+        filler: Callable[[Plan], None] | None = None,
     ) -> None:
-        """Raises `BatchError` if the kernel's page doesn't divide the pool's."""
+        """`filler` replaces the device half (`fill`); it must give the same bits. Adapters may set it later.
+
+        Raises:
+            BatchError: the kernel's page doesn't divide the pool's.
+        """
         if pool.page_size % form.kernel_page:
             raise BatchError(
                 "kernel page must divide the pool's page", asked=form.kernel_page, allowed=pool.page_size
             )
         self.form, self.pool, self.table, self.owner = form, pool, table, owner
+        self.filler = filler
         self.device = pool.device
         self.checks = env.read("ANYATTN_CHECKS")
         self._uploader = Uploader(self.device)
@@ -84,6 +97,9 @@ class MetadataCompiler:
 
     def fill(self, plan: Plan) -> None:
         """Device half: static shapes, no host sync; may be recorded in a graph."""
+        if self.filler is not None:
+            self.filler(plan)
+            return
         torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
         tables.fill_offsets(plan.extend_lens, plan.query_offsets)
         if plan.batch.positions is None:

@@ -1,0 +1,120 @@
+"""The host side of the fused metadata kernel: a filler for `MetadataCompiler`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from anyattn.core.groups import Space, TableGroup
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.plan import Plan, Table, TableForm, TableKind
+from anyattn.kernels.triton.launch import launch
+from anyattn.kernels.triton.metadata import BLOCK_TABLE, CSR, NO_TABLE, SLOTS, metadata_kernel
+
+__all__ = ["NO_WINDOW", "FusedFiller"]
+
+NO_WINDOW = 1 << 30
+"""A window that trims nothing: no request is that long, and `prefix - window` stays in int32."""
+
+_KINDS = {
+    TableKind.TOKEN_CSR: CSR,
+    TableKind.PAGE_CSR: CSR,
+    TableKind.BLOCK_TABLE: BLOCK_TABLE,
+    TableKind.REQUEST_TABLE: NO_TABLE,
+}
+_NO_FORM = TableForm(TableKind.REQUEST_TABLE)
+_NO_GROUP: tuple[tuple[Any, ...], tuple[int, int]] = ((None,) * 5, (NO_WINDOW, 0))
+
+_Groups = Sequence[tuple[TableGroup, Table]]
+
+
+class FusedFiller:
+    """`MetadataCompiler.filler` in one launch for up to `SLOTS` table groups, one more per `SLOTS` beyond.
+
+    Same results as the compiler's own `fill`, bit for bit. The grid depends on shapes and host bounds
+    alone; nothing is allocated or copied, so a graph may record it.
+    """
+
+    def __init__(
+        self, table: RequestTable, *, chunk: int = 1024, block_b: int = 1024, programs: int = 1024
+    ) -> None:
+        """Args: `chunk` entries a program writes at a time, `block_b` lengths it sums at a time (powers of
+        two), `programs`: long rows are split until a job has about this many.
+        """
+        self.table = table
+        self._chunk, self._block_b, self._programs = chunk, block_b, programs
+
+    def __call__(self, plan: Plan) -> None:
+        """Fill offsets, positions and every table of `plan`."""
+        groups = tuple(plan.tables.items())
+        for first in range(0, max(1, len(groups)), SLOTS):
+            self._launch(plan, groups[first : first + SLOTS], with_step=first == 0)
+
+    def _launch(self, plan: Plan, groups: _Groups, *, with_step: bool) -> None:
+        batch, num_tokens = plan.key.num_requests, plan.key.num_tokens
+        if batch == 0:
+            return
+        form = groups[0][1].form if groups else _NO_FORM
+        slots = [_slot(group, table) for group, table in groups]
+        slots += [_NO_GROUP] * (SLOTS - len(slots))
+        splits = self._splits(plan, groups)
+        positions = plan.positions if plan.batch.positions is None else None
+        own = (plan.prefix_lens, plan.query_offsets, positions) if with_step else (None, None, None)
+        source, encoder = self.table.req_to_token, self.table.encoder_to_token
+        uses_encoder = sum((group.space is Space.ENCODER) << i for i, (group, _) in enumerate(groups))
+        args = (
+            plan.req_pool_indices, plan.seq_lens, plan.extend_lens,
+            plan.encoder_lens if uses_encoder else None, source, encoder if uses_encoder else None, *own,
+            *(tensor for tensors, _ in slots for tensor in tensors),
+            *_shape(source), *_shape(encoder), batch, num_tokens, splits,
+            *(number for _, numbers in slots for number in numbers),
+        )  # fmt: skip
+        constexprs = {
+            "GROUPS": len(groups),
+            "ENCODER": uses_encoder,
+            "KIND": _KINDS[form.kind],
+            "PAGE": form.kernel_page,
+            "FILL": form.fill,
+            "CHUNK": self._chunk,
+            "BLOCK_B": self._block_b,
+        }
+        launch(
+            metadata_kernel,
+            (batch * splits, 1 + len(groups)),
+            args,
+            constexprs,
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def _splits(self, plan: Plan, groups: _Groups) -> int:
+        """Programs a request: as many as its longest row can use, while the grid is small."""
+        longest = max([plan.max_q_len, *(_longest_row(plan, *group) for group in groups)])
+        most = max(1, self._programs // plan.key.num_requests)
+        return min(most, max(1, -(-longest // self._chunk)))
+
+
+def _shape(source: torch.Tensor | None) -> tuple[int, int]:
+    """Row stride and columns of a request table."""
+    return (0, 1) if source is None else (source.stride(0), source.shape[1])
+
+
+def _slot(group: TableGroup, table: Table) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """Tensors and numbers of one group, in the kernel's order."""
+    out = table.block_table if table.block_table is not None else table.indices
+    window = NO_WINDOW if group.window is None else min(group.window, NO_WINDOW)
+    size = 0 if out is None else out.shape[-1]
+    return (table.kv_start, table.kv_lens, table.indptr, table.last_page_len, out), (window, size)
+
+
+def _longest_row(plan: Plan, group: TableGroup, table: Table) -> int:
+    """Entries that one request may have: a bound for the grid, no more."""
+    if table.block_table is not None:
+        return table.block_table.shape[1]
+    if table.indices is None:
+        return 0
+    if group.space is Space.ENCODER:
+        return -(-table.indices.shape[0] // plan.key.num_requests)
+    return min(table.indices.shape[0], -(-plan.max_kv_len // table.form.kernel_page))
