@@ -79,7 +79,7 @@ _ROWS = (
     *per_dtype(
         *HALVES,
         kinds=(ModelKind.MLA,),
-        phases=(DECODE, VERIFY),
+        phases=(DECODE, VERIFY, DRAFT),
         providers=_TORCH_NPU,
         head_dims=HeadDims(pairs=(LATENT,)),
         features=(Feature.LSE, Feature.CUSTOM_SCALE),

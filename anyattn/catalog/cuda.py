@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyattn.catalog import cuda_flash, cuda_flashinfer, cuda_sm90, cuda_trtllm
+from anyattn.catalog import cuda_flash, cuda_flashinfer, cuda_mha, cuda_mla
 from anyattn.core.capabilities import BackendRecord
 
 __all__ = ["RECORDS"]
@@ -11,7 +11,7 @@ RECORDS = (
     BackendRecord(
         name="flashinfer",
         summary="FlashInfer's paged, ragged and MLA wrappers, planned on the host",
-        rows=(*cuda_flashinfer.DENSE_ROWS, *cuda_flashinfer.MLA_ROWS),
+        rows=(*cuda_flashinfer.DENSE_ROWS, *cuda_mla.FLASHINFER_MLA_ROWS),
     ),
     BackendRecord(
         name="fa3",
@@ -26,27 +26,27 @@ RECORDS = (
     BackendRecord(
         name="flashmla",
         summary="FlashMLA's dense decode; the prefill beside it is another backend's",
-        rows=cuda_sm90.FLASHMLA_ROWS,
+        rows=cuda_mla.FLASHMLA_ROWS,
     ),
     BackendRecord(
         name="trtllm_mha",
         summary="TensorRT-LLM kernels in FlashInfer: trtllm-gen on SM100, SM103; XQA on SM90, SM120, SM121",
-        rows=cuda_trtllm.TRTLLM_MHA_ROWS,
+        rows=cuda_mha.TRTLLM_MHA_ROWS,
     ),
     BackendRecord(
         name="trtllm_mla",
         summary="trtllm-gen MLA in FlashInfer, SM100 and SM103 only",
-        rows=cuda_trtllm.TRTLLM_MLA_ROWS,
+        rows=cuda_mla.TRTLLM_MLA_ROWS,
     ),
     BackendRecord(
         name="cutedsl_mla",
         summary="CuTe DSL MLA decode of tokenspeed-mla or FlashInfer, SM100 and SM103",
-        rows=cuda_trtllm.CUTEDSL_MLA_ROWS,
+        rows=cuda_mla.CUTEDSL_MLA_ROWS,
         deprecated_aliases=("tokenspeed_mla",),
     ),
     BackendRecord(
         name="hpc_ops",
         summary="Tencent's kernels for SM90: D 128, groups of 4 and 8",
-        rows=cuda_sm90.HPC_OPS_ROWS,
+        rows=cuda_mha.HPC_OPS_ROWS,
     ),
 )

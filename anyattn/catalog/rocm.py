@@ -162,7 +162,7 @@ def _aiter_mla(architectures: tuple[str, ...], fp8: str) -> tuple[CapabilityRow,
         "layouts": (NHD,),
         "host_lengths": 1,
         "graph": 1,
-        "phases": (DECODE, VERIFY),
+        "phases": (DECODE, VERIFY, DRAFT),
     }
     return (
         *per_dtype(

@@ -25,7 +25,7 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.catalog.cuda_sm90 import FLASHMLA_PROVIDERS
+from anyattn.catalog.cuda_mla import FLASHMLA_PROVIDERS
 from anyattn.core.capabilities import (
     BackendRecord,
     Feature,

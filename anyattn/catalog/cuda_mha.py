@@ -1,4 +1,4 @@
-"""Rows of `trtllm_mha`, `trtllm_mla` and `cutedsl_mla`: block-table kernels that need no plan.
+"""Rows of block-table kernels for dense models that need no plan: `trtllm_mha` and `hpc_ops`.
 
 trtllm-gen binaries exist for SM100 and SM103 alone. SM90, SM120 and SM121 get XQA, another kernel; SM110
 gets neither. FlashInfer fetches the trtllm-gen binaries at run time (vendor-apis §2.2).
@@ -16,9 +16,6 @@ from anyattn.catalog.building import (
     FLASHINFER_07,
     HALVES,
     HND,
-    LATENT,
-    LATENTS,
-    MATERIALISED,
     NHD,
     PREFILL,
     VERIFY,
@@ -26,9 +23,9 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, ModelKind, PageSizes, Provider
+from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, PageSizes, Phase, Provider
 
-__all__ = ["CUTEDSL_MLA_ROWS", "TRTLLM_MHA_ROWS", "TRTLLM_MLA_ROWS"]
+__all__ = ["HPC_OPS_ROWS", "TRTLLM_MHA_ROWS"]
 
 _FEATURES = (Feature.WINDOW, Feature.SINKS, Feature.CUSTOM_SCALE, Feature.KV_SCALES)
 
@@ -89,7 +86,7 @@ _TRTLLM_GEN = (
 
 
 def _xqa(
-    architectures: tuple[str, ...], runtime: str, phases: tuple[Any, ...], largest: int
+    architectures: tuple[str, ...], runtime: str, phases: tuple[Phase, ...], largest: int
 ) -> tuple[CapabilityRow, ...]:
     """XQA: one kernel for decode and chain verification; no LSE, no cap."""
     ragged = (Feature.RAGGED_VERIFY,) if phases == (VERIFY,) else ()
@@ -123,73 +120,71 @@ TRTLLM_MHA_ROWS = (
     *_xqa(arch.SM121, ">=12.9", (VERIFY,), 256),
 )
 
-# --- MLA on SM100 and SM103 ------------------------------------------------------------------------
+# --- hpc_ops -----------------------------------------------------------------------------------------
 
-_MLA: dict[str, Any] = {
-    "kinds": (ModelKind.MLA,),
-    "architectures": arch.SM100_103,
-    "fp8": (E4M3,),
+_HPC: dict[str, Any] = {
+    "architectures": arch.SM90,
+    "providers": (Provider("hpc-ops", "", ("hpc",)),),
     "runtime": ">=12.8",
-    "pages": PageSizes((32, 64)),
-    # A row of the table covers whole blocks of 128 tokens: 128 / 32 entries.
-    "form": block_table(width_multiple=4),
+    "head_dims": HeadDims(pairs=square(128)),
+    "form": block_table(),
     "layouts": (NHD, HND),
-    "host_lengths": 1,
-    "graph": 1,
+}
+_RANKS: dict[str, Any] = {
+    # The fused RoPE operator that makes Q's scales exists for (8, 1) and (64, 8) heads of a rank.
+    "q_heads": (8, 64),
+    "kv_heads": (1, 8),
+    "group_sizes": (8,),
+    "features": (Feature.KV_SCALES,),
 }
 
-TRTLLM_MLA_ROWS = (
+HPC_OPS_ROWS = (
     *per_dtype(
         "bfloat16",
-        phases=(DECODE, VERIFY),
-        providers=(FLASHINFER_07,),
-        head_dims=LATENTS,
-        q_heads=(*range(1, 65), 128),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES, Feature.RAGGED_VERIFY),
-        method="trtllm-gen MLA",
-        source="vendor-apis §2.9; trtllm_gen_backend.py of 0.7.2: not 65 to 127 heads; never SM12x",
-        **_MLA,
+        phases=(DECODE,),
+        pages=PageSizes((16, 32, 64)),
+        group_sizes=(4, 8),
+        host_lengths=0,
+        graph=1,
+        method="dynamic split-K (task map)",
+        source="vendor-apis §15.1, §15.3: scale 1/sqrt(128) built in; no window, cap, sinks or LSE",
+        **_HPC,
     ),
     *per_dtype(
         "bfloat16",
-        phases=(PREFILL, DRAFT),
-        providers=(FLASHINFER_07,),
-        head_dims=HeadDims(pairs=(MATERIALISED, LATENT)),
-        q_heads=(*range(1, 65), 128),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
-        method="trtllm-gen ragged, materialised",
-        source="sglang-facts §3.1, §5.7; draft-extend: sglang-facts §3.2",
-        **_MLA,
-    ),
-)
-
-_TOKENSPEED = Provider("tokenspeed-mla", ">=2.0.3", ("tokenspeed_mla",))
-_CUTEDSL = Provider("flashinfer-python", ">=0.6.15", ("flashinfer",))
-_DSL = (Provider("nvidia-cutlass-dsl", ">=4.6.2", ("cutlass",)),)
-
-CUTEDSL_MLA_ROWS = (
-    *per_dtype(
-        *HALVES,
-        phases=(DECODE, VERIFY),
-        providers=(_TOKENSPEED,),
-        requires=(Provider("nvidia-cutlass-dsl", ">=4.8", ("cutlass",)),),
-        head_dims=HeadDims(pairs=(LATENT,)),
-        q_heads=tuple(range(1, 129)),
-        features=(Feature.WINDOW, Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
-        method="CuTe decode (tokenspeed-mla)",
-        source="vendor-apis §6, §1.7; decode only: prefill is another backend's (sglang-facts §3.1)",
-        **_MLA,
+        phases=(PREFILL,),
+        # Another page launches nothing and returns uninitialised memory.
+        pages=PageSizes((32, 64)),
+        host_lengths=1,
+        graph=0,
+        method="paged prefill",
+        source="vendor-apis §15.1, §1.4; verify: SGLang uses none, left out",
+        **_HPC,
     ),
     *per_dtype(
         "bfloat16",
-        phases=(DECODE, VERIFY),
-        providers=(_CUTEDSL,),
-        requires=_DSL,
-        head_dims=HeadDims(pairs=(LATENT,)),
-        q_heads=tuple(range(1, 129)),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
-        method="CuTe decode (FlashInfer)",
-        source="vendor-apis §2.9 (natural-log LSE), sglang-facts §3.1 (0.6.15 for 5 tokens and more)",
-        **_MLA,
+        fp8=(E4M3,),
+        same=False,
+        phases=(DECODE,),
+        pages=PageSizes((64,)),
+        host_lengths=0,
+        graph=1,
+        method="fp8 decode",
+        source="vendor-apis §15.1, §15.2, §15.4",
+        **_RANKS,
+        **_HPC,
+    ),
+    *per_dtype(
+        "bfloat16",
+        fp8=(E4M3,),
+        same=False,
+        phases=(PREFILL,),
+        pages=PageSizes((32, 64)),
+        host_lengths=1,
+        graph=0,
+        method="fp8 paged prefill",
+        source="vendor-apis §15.1, §15.2",
+        **_RANKS,
+        **_HPC,
     ),
 )
