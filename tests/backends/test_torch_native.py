@@ -38,32 +38,32 @@ def check_many(seed: int | str, count: int, space: CaseSpace | None = None) -> N
     assert not failed, f"{len(failed)} of {count} cases of seed {seed!r} failed:\n{text}"
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_float32(seed: int) -> None:
-    """16 x 60 cases, error <= 1e-5."""
-    check_many(seed, 60)
+    """12 x 50 cases, error <= 1e-5."""
+    check_many(seed, 50)
 
 
 def test_float32_fresh_seed() -> None:
     """Cases that nobody has seen before; the seed is printed on failure."""
-    check_many(FRESH, 120)
+    check_many(FRESH, 80)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_half_precision(seed: int) -> None:
     """bfloat16 within 2e-2, float16 within 3e-3 of the float64 answer on the same inputs."""
-    check_many(f"half{seed}", 50, HALF)
+    check_many(f"half{seed}", 40, HALF)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_fp8_cache(seed: int) -> None:
     """The oracle gets the values rounded and saturated as stored; then float32 is as exact as ever."""
-    check_many(f"fp8{seed}", 50, FP8)
+    check_many(f"fp8{seed}", 40, FP8)
 
 
 def test_random_cases_hold_what_they_promise() -> None:
     """The suite means something only if these combinations do come up, and often."""
-    cases = [case for seed in range(16) for case in random_cases(seed, 60)]
+    cases = [case for seed in range(12) for case in random_cases(seed, 50)]
     assert len(cases) >= 500
     for wanted in (
         lambda c: c.strided and c.flat and c.page_size > 1,
@@ -81,7 +81,7 @@ def test_random_cases_hold_what_they_promise() -> None:
         lambda c: c.kind == "encoder_only" and c.window,
         lambda c: c.head_dim != c.v_head_dim and c.num_q_heads > c.num_kv_heads > 1,
     ):
-        assert sum(bool(wanted(c)) for c in cases) >= 10
+        assert sum(bool(wanted(c)) for c in cases) >= 5
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
