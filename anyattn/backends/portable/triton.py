@@ -18,6 +18,7 @@ from anyattn.core.traits import KVRead, SharedReadEnds, Traits
 from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
+from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
 
 __all__ = ["TritonAttention"]
 
@@ -41,9 +42,7 @@ class TritonAttention(AttentionBackend):
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
         self._caches: dict[int, kernels.Cache] = {}
-        self._units = _num_units(self.pool.device)
-        self._small = not torch.cuda.is_available() or _shared_memory(self.pool.device) < 96 << 10
-        self._target = "hip" if torch.version.hip else "cuda"
+        self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the live request table; new tokens are attended to as given, except in decode."""
@@ -63,16 +62,15 @@ class TritonAttention(AttentionBackend):
         itemsize = max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
         for group, num_q in self.config.groups.max_q_heads.items():
             heads = kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
+            dim = max(heads.dim, heads.v_dim)
             if plan.max_q_len == 1 and group.table.kind is not AttentionKind.ENCODER_ONLY:
                 bound = plan.max_kv_len if group.table.window is None else group.table.window
-                programs = max(1, plan.key.num_requests) * heads.num_kv * -(-heads.group // 64)
-                tiles = choose_decode(programs, bound, heads.dim, itemsize, self._units, small=self._small)
+                programs = max(1, plan.key.num_requests) * kernels.decode_programs(heads)
+                tiles = choose_decode(programs, bound, dim, itemsize, self._arch, self._units)
                 work = kernels.partials(plan.key.num_requests, heads, tiles, self.pool.device)
                 step.decode[group] = (tiles, work)
             rows = max(1, plan.max_q_len) * heads.group
-            step.extend[group] = choose_extend(
-                rows, heads.dim, itemsize, target=self._target, small=self._small
-            )
+            step.extend[group] = choose_extend(rows, dim, itemsize, self._arch)
         plan.private = step
 
     def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -151,18 +149,3 @@ class TritonAttention(AttentionBackend):
         return kernels.Variant(
             spec.scale, spec.logit_cap, window, call.layer.sinks, spec.kind is AttentionKind.CAUSAL
         )
-
-
-def _num_units(device: torch.device) -> int:
-    """SMs or CUs; a small number where there are none (the interpreter)."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program may use."""
-    if device.type != "cuda":
-        return 0
-    props = torch.cuda.get_device_properties(device)
-    return int(getattr(props, "shared_memory_per_block_optin", 64 << 10))

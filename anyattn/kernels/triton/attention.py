@@ -14,7 +14,17 @@ from anyattn.kernels.triton.kv_write import kv_write_kernel
 from anyattn.kernels.triton.launch import interpreting, launch
 from anyattn.kernels.triton.merge import merge_kernel
 
-__all__ = ["Cache", "ExtendStep", "Heads", "Variant", "decode", "extend", "kv_write", "partials"]
+__all__ = [
+    "Cache",
+    "ExtendStep",
+    "Heads",
+    "Variant",
+    "decode",
+    "decode_programs",
+    "extend",
+    "kv_write",
+    "partials",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +94,16 @@ def _upcast(dtype: torch.dtype) -> bool:
     return interpreting() and dtype is torch.bfloat16
 
 
+def _block_h(heads: Heads) -> int:
+    """Query heads of a KV head in one program; `tl.dot` takes 16 rows at least."""
+    return max(16, min(64, power_of_two(heads.group)))
+
+
+def decode_programs(heads: Heads) -> int:
+    """Programs per request, without splits."""
+    return heads.num_kv * -(-heads.group // _block_h(heads))
+
+
 def partials(
     rows: int, heads: Heads, config: Decode, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -114,13 +134,11 @@ def decode(
     """`q [B, Hq, D]` against each request's table -> `out [B, Hq, Dv]`, `lse [B, Hq]` natural log."""
     split = workspace is not None
     part_out, part_lse = workspace if workspace is not None else (out, kv_lens)
-    block_h = max(16, min(64, power_of_two(heads.group)))
-    head_blocks = -(-heads.group // block_h)
     has_sinks, write_lse = variant.sinks is not None, lse is not None
     sinks = out if variant.sinks is None else variant.sinks
     lse_arg = kv_lens if lse is None else lse
     splits = config.num_splits if split else 1
-    grid = (q.shape[0] * heads.num_kv * head_blocks * splits,)
+    grid = (q.shape[0] * decode_programs(heads) * splits,)
     args = (
         q, cache.k, cache.v, source, req_rows, kv_start, kv_lens, cache.k_scale, cache.v_scale, sinks,
         out, lse_arg, part_out, part_lse,
@@ -133,7 +151,7 @@ def decode(
         "PAGE": cache.page, "SUB": _sub_page(cache.page, config.block_n), "GROUP": heads.group,
         "D": heads.dim, "DV": heads.v_dim,
         "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
-        "BLOCK_H": block_h, "BLOCK_N": config.block_n,
+        "BLOCK_H": _block_h(heads), "BLOCK_N": config.block_n,
         "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
         "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": split, "UPCAST": _upcast(q.dtype),
     }  # fmt: skip

@@ -1,15 +1,24 @@
-"""Which tiles a shape gets. Numbers for sm90 were measured on an H200; the rest are its safe relatives."""
+"""Which tiles a shape gets: the first row of the architecture's table that covers it.
+
+Tables are data (`nvidia.py`, `amd.py`, `interpreter.py`); nothing is tuned at run time.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-__all__ = ["Decode", "Extend", "choose_decode", "choose_extend", "power_of_two"]
+import torch
+
+from anyattn.kernels.triton.configs import amd, interpreter, nvidia
+from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
+
+__all__ = ["Decode", "Extend", "choose_decode", "choose_extend", "kernel_arch", "num_units", "power_of_two"]
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Split-KV decode: BLOCK_N keys a tile, programs of `num_warps`, `num_splits` parts of a request."""
+    """Split-KV decode: BLOCK_N keys a tile, `num_splits` parts of each request."""
 
     block_n: int
     num_warps: int
@@ -33,44 +42,64 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def choose_decode(
-    programs: int, max_kv_len: int, head_dim: int, itemsize: int, num_units: int, *, small: bool = False
-) -> Decode:
+@functools.cache
+def kernel_arch(device: torch.device) -> str:
+    """`sm90`, `gfx942`, … of a device; `interpreter` where there is no GPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+@functools.cache
+def num_units(device: torch.device) -> int:
+    """SMs or CUs: what a grid should fill. A small number for the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _decode_row(arch: str, dim: int, itemsize: int) -> DecodeRow:
+    for row in (*nvidia.DECODE, *amd.DECODE, *interpreter.DECODE):
+        if arch in row.architectures and dim <= row.max_dim and itemsize <= row.max_itemsize:
+            return row
+    return interpreter.DECODE[-1]
+
+
+@functools.cache
+def _extend_row(arch: str, dim: int, itemsize: int, rows: int) -> ExtendRow:
+    for row in (*nvidia.EXTEND, *amd.EXTEND, *interpreter.EXTEND):
+        covers = dim <= row.max_dim and itemsize <= row.max_itemsize and rows <= row.max_rows
+        if arch in row.architectures and covers:
+            return row
+    return interpreter.EXTEND[-1]
+
+
+def choose_decode(programs: int, max_kv_len: int, dim: int, itemsize: int, arch: str, units: int) -> Decode:
     """Tiles and splits of a decode step.
 
     Args:
         programs: B x Hkv x head blocks, the grid without splits.
-        max_kv_len: bound of KV lengths. num_units: SMs or CUs. itemsize: bytes of a KV element.
-        small: little shared memory (64 KiB of LDS), or the interpreter.
+        max_kv_len: bound of KV lengths. dim: the larger head size. itemsize: bytes of the wider of q and KV.
+        units: SMs or CUs.
 
-    Two fixed configurations and one rule (H200, 31 shapes, geometric mean 1.087 of FlashInfer): as long
-    as one program per SM covers the grid, wide tiles; beyond, narrow ones with two programs per SM.
+    As long as one program per unit covers the grid, wide tiles; beyond, narrow ones with two programs a
+    unit. A split has at least two tiles.
     """
-    wide = programs <= num_units
-    block_n = (128 if wide else 64) * 128 // max(64, power_of_two(head_dim))
-    block_n = block_n * 2 // itemsize if itemsize > 2 else block_n
-    stages = 3 if wide else 4
-    if small:
-        block_n, stages = block_n // 2, 2
-    block_n = max(16, min(block_n, 256))
-    slots = num_units if wide else 2 * num_units
-    splits = max(1, slots // programs)
-    tiles = -(-max_kv_len // block_n)
-    return Decode(block_n, 4, stages, min(splits, max(1, -(-tiles // 2))))
+    row = _decode_row(arch, power_of_two(dim), itemsize)
+    wide = programs <= units
+    tile: Tile = row.wide if wide else row.narrow
+    slots = units if wide else row.programs_per_unit * units
+    tiles = -(-max_kv_len // tile.block_n)
+    splits = min(max(1, slots // programs), max(1, -(-tiles // 2)))
+    return Decode(tile.block_n, tile.num_warps, tile.num_stages, splits)
 
 
-def choose_extend(
-    max_q_rows: int, head_dim: int, itemsize: int, *, target: str = "cuda", small: bool = False
-) -> Extend:
-    """Tiles of an extend step; `max_q_rows`: query rows (tokens x packed heads) of the longest request."""
-    wide_head = power_of_two(head_dim) > 128
-    if small or itemsize > 2:
-        block_m = 16 if max_q_rows <= 16 else 32
-        return Extend(block_m, 32 if not wide_head else 16, 4, 1 if small else 2)
-    if max_q_rows <= 16:
-        return Extend(16, 64 if not wide_head else 32, 4, 2)
-    if max_q_rows <= 64:
-        return Extend(64, 64 if not wide_head else 32, 4, 3 if target == "cuda" and not wide_head else 2)
-    if wide_head:
-        return Extend(64, 32, 4, 2)
-    return Extend(128, 64, 8, 2, 128 if target == "cuda" else None)
+def choose_extend(max_rows: int, dim: int, itemsize: int, arch: str) -> Extend:
+    """Tiles of an extend step; `max_rows`: query rows (tokens x packed heads) of the longest request."""
+    row = _extend_row(arch, power_of_two(dim), itemsize, power_of_two(min(max_rows, 1 << 20)))
+    tile = row.tile
+    return Extend(row.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.maxnreg)

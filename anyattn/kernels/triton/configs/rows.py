@@ -1,0 +1,48 @@
+"""What a row of a configuration table holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DecodeRow", "ExtendRow", "Tile"]
+
+_ANY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys per tile and how a program runs. `maxnreg` caps registers, for two programs per SM."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """Decode tiles of some architectures for heads up to `max_dim` and elements up to `max_itemsize` bytes.
+
+    `wide` is used while one program per unit covers the grid, else `narrow`, with `programs_per_unit`.
+    """
+
+    architectures: tuple[str, ...]
+    max_dim: int
+    wide: Tile
+    narrow: Tile
+    max_itemsize: int = 2
+    programs_per_unit: int = 2
+    evidence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendRow:
+    """Extend tiles for requests of at most `max_rows` query rows (tokens x packed heads)."""
+
+    architectures: tuple[str, ...]
+    max_dim: int
+    block_m: int
+    tile: Tile
+    max_rows: int = _ANY
+    max_itemsize: int = 2
+    evidence: str = ""
