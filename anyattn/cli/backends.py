@@ -12,7 +12,7 @@ from anyattn.cli.select import add_host_arguments, add_model_arguments, model_gi
 from anyattn.core.capabilities import BackendRecord, Phase
 from anyattn.core.facts import HostFacts
 from anyattn.core.select.codec import to_plain
-from anyattn.core.select.decision import Accepted, Degraded, Reason, Rejected, Verdict
+from anyattn.core.select.decision import Accepted, Degraded, Reason, ReasonCode, Rejected, Verdict
 from anyattn.core.select.explain import describe_host, describe_model, why
 from anyattn.core.select.request import Request
 from anyattn.core.select.validate import host_verdict, validate
@@ -102,7 +102,11 @@ def _table(matrix: Matrix) -> list[str]:
 
 
 def _first_reason(verdicts: Verdicts) -> str:
-    return next((why(verdict) for verdict in verdicts.values() if not isinstance(verdict, Accepted)), "")
+    """Of the first phase that isn't a yes; where nothing works, of one that the backend has kernels for."""
+    bad = [v for v in verdicts.values() if not isinstance(v, Accepted)]
+    if len(bad) == len(verdicts):
+        bad.sort(key=lambda v: isinstance(v, Rejected) and v.reasons[0].code is ReasonCode.PHASE)
+    return why(bad[0]) if bad else ""
 
 
 def _cut(text: str) -> str:

@@ -223,6 +223,8 @@ class Decision:
                 notes=tuple(data["notes"]),
                 **phases,  # type: ignore[arg-type]
             )
+        except ConfigError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("JSON of a decision", asked=f"{type(error).__name__}: {error}") from error
         return decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 
@@ -35,7 +36,7 @@ _PHRASES = {
     ReasonCode.HEAD_COUNT: "can't take {asked} (takes {allowed})",
     ReasonCode.DTYPE: "no {asked} (takes {allowed})",
     ReasonCode.KV_DTYPE: "no {asked} KV (takes {allowed})",
-    ReasonCode.PAGE_SIZE: "no page of {asked} (takes {allowed})",
+    ReasonCode.PAGE_SIZE: "can't read pages of {asked} (takes {allowed})",
     ReasonCode.LAYOUT: "no layout {asked} (takes {allowed})",
     ReasonCode.FEATURE: "no {asked}",
     ReasonCode.DETERMINISM: "not {asked} ({allowed})",
@@ -45,13 +46,38 @@ _PHRASES = {
     ReasonCode.DEGRADED: "slow: {allowed}",
 }
 
+_HOW = {
+    "explicit": "asked for",
+    "environment": "asked for by the environment",
+    "pinned": "pinned",
+    "measured": "fastest measured",
+    "priority": "preferred here",
+    "only": "the only one",
+}
+
+SAME_BACKEND = "same backend as "
+"""How the evidence of a phase begins that follows another one."""
+UNLISTED = "no list names it"
+"""How the evidence begins where nothing but the order of registration spoke."""
+
 _MAIN = (Phase.PREFILL, Phase.DECODE)
 _WIDTH = 108
 
 
 def phrase(reason: Reason) -> str:
     """A reason in a few words, without the remedy."""
-    return _PHRASES[reason.code].format(asked=reason.asked, allowed=reason.allowed, hint=reason.hint)
+    chips = reason.code is ReasonCode.ARCHITECTURE
+    allowed = _chips(reason.allowed) if chips else reason.allowed
+    return _PHRASES[reason.code].format(asked=reason.asked, allowed=allowed, hint=reason.hint)
+
+
+def _chips(targets: str) -> str:
+    """`cuda:sm90, cuda:sm100` -> `cuda sm90 sm100`."""
+    platforms: dict[str, list[str]] = {}
+    for target in targets.split(", "):
+        platform, _, arch = target.partition(":")
+        platforms.setdefault(platform, []).append(arch)
+    return ", ".join(" ".join((platform, *archs)) for platform, archs in platforms.items())
 
 
 def why(verdict: Verdict) -> str:
@@ -119,48 +145,71 @@ def explain(decision: Decision) -> str:
     kv = decision.kv
     lines = [
         f"Attention on {describe_host(decision.host)}",
-        f"  model    {describe_model(decision.request)}",
-        *_phase_lines(decision),
+        *_wrap("model", describe_model(decision.request)),
+        *_table(decision),
         f"  KV pool  pages of {kv.page_size} tokens, layout {kv.layout}, {kv.dtype}{_pieces(decision)}",
-        *(f"  note     {note}" for note in decision.notes),
+        *_because(decision),
+        *(line for note in decision.notes for line in _wrap("note", note)),
         *_others(decision),
     ]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _phase_lines(decision: Decision) -> Iterator[str]:
-    """A line per phase; why a backend is slow is said once."""
-    told: set[str] = set()
+def _wrap(head: str, text: str) -> list[str]:
+    """A text under a heading, in the column of the table."""
+    indent = " " * 11
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {head:8} ", subsequent_indent=indent)
+
+
+def _chosen(decision: Decision) -> dict[Phase, PhaseChoice]:
+    found: dict[Phase, PhaseChoice | None] = {phase: getattr(decision, phase.value) for phase in Phase}
+    return {phase: choice for phase, choice in found.items() if choice is not None}
+
+
+def _table(decision: Decision) -> Iterator[str]:
+    """One line per phase: backend, method, how it was chosen."""
+    chosen = _chosen(decision)
+    name = max(len(choice.backend) for choice in chosen.values()) + 2
+    method = max(len(choice.method) for choice in chosen.values()) + 2
     for phase in Phase:
-        choice: PhaseChoice | None = getattr(decision, phase.value)
-        if choice is None:
+        if phase not in chosen:
             yield f"  {phase.value:8} nobody"
             continue
-        method = f" ({choice.method})" if choice.method else ""
-        mark = "" if choice.built else " [no adapter in this version]"
-        yield f"  {phase.value:8} {choice.backend}{method}{mark}: {_cut(_because(choice), 96)}"
-        if isinstance(choice.verdict, Degraded) and choice.backend not in told:
-            told.add(choice.backend)
+        choice = chosen[phase]
+        parts = [_label(choice)] if choice.built else [_label(choice), "no adapter in this version"]
+        yield f"  {phase.value:8} {choice.backend:{name}}{choice.method:{method}}{'; '.join(parts)}"
+
+
+def _label(choice: PhaseChoice) -> str:
+    """How a choice came about, in a few words."""
+    if choice.evidence.startswith(SAME_BACKEND):
+        return choice.evidence
+    return "first registered" if choice.evidence.startswith(UNLISTED) else _HOW[choice.how]
+
+
+def _because(decision: Decision) -> list[str]:
+    """Evidence of each choice, and why a slow one had to do; what is common to phases once."""
+    told: dict[str, list[str]] = {}
+    for phase, choice in _chosen(decision).items():
+        if not choice.evidence.startswith(SAME_BACKEND):
+            told.setdefault(choice.evidence, []).append(phase.value)
+        if isinstance(choice.verdict, Degraded):
             reason = choice.verdict.reason
-            yield f"           {_cut(f'slow: {reason.allowed}')}"
-            if reason.hint:
-                yield f"           {_cut(reason.hint)}"
-
-
-def _because(choice: PhaseChoice) -> str:
-    openings = {
-        "explicit": "asked for: ",
-        "environment": "asked for by environment: ",
-        "measured": "fastest measured: ",
-        "only": "the only one: ",
-    }
-    return openings.get(choice.how, "") + choice.evidence
+            text = f"{choice.backend} is slow: {reason.allowed}"
+            told.setdefault(f"{text}; {reason.hint}" if reason.hint else text, []).append(phase.value)
+    texts = [f"{', '.join(phases)}: {evidence}" for evidence, phases in told.items()]
+    heads = ["because", *[""] * len(texts)]
+    return [line for head, text in zip(heads, texts, strict=False) for line in _wrap(head, text)]
 
 
 def _pieces(decision: Decision) -> str:
-    """Kernel pages, where they aren't the pool's."""
-    pages = {phase.value: decision.phase(phase).kernel_page for phase in _MAIN}
-    other = [f"{name} {page}" for name, page in pages.items() if page != decision.kv.page_size]
+    """Kernel pages, where a kernel reads the pool's pages in smaller ones. Token tables have none."""
+    choices = {phase.value: decision.phase(phase) for phase in _MAIN}
+    other = [
+        f"{name} {choice.kernel_page}"
+        for name, choice in choices.items()
+        if choice.kernel_page not in (1, decision.kv.page_size)
+    ]
     return f" (kernel pages: {', '.join(other)})" if other else ""
 
 
@@ -179,8 +228,12 @@ def _others(decision: Decision) -> list[str]:
             groups.setdefault(group, []).append(name)
         else:
             lines.append("    " + _cut(f"{name:14} {_reasons(by_phase)}"))
-    also = [f"  {group}: {', '.join(names)}" for group, names in groups.items()]
-    return [*(["  why not"] if lines else []), *lines, *sorted(also)]
+    also = [
+        line
+        for group, names in sorted(groups.items())
+        for line in textwrap.wrap(f"  {group}: {', '.join(names)}", _WIDTH, subsequent_indent="    ")
+    ]
+    return [*(["  why not"] if lines else []), *lines, *also]
 
 
 def _group(by_phase: dict[Phase, Verdict]) -> str | None:

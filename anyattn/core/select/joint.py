@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from anyattn.core.capabilities import Phase
+from anyattn.core.select.explain import SAME_BACKEND
 from anyattn.core.select.options import Field, Option
 from anyattn.core.select.pages import kernel_page, page_candidates, splits
 from anyattn.core.select.rank import Rank
@@ -57,7 +58,7 @@ def _follow(field: Field, roles: Sequence[tuple[str, Option]], page: int, layout
         return None
     rank, name = best.rank, best.record.name
     if name in leaders and rank.how in ("priority", "measured"):
-        rank = Rank(name, "priority", f"same backend as {leaders[name]}")
+        rank = Rank(name, "priority", f"{SAME_BACKEND}{leaders[name]}")
     return replace(best, rank=rank, place=place(best))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from anyattn.core.capabilities import CapabilityRow, FormSpec, PageSizes
 
-__all__ = ["PAGES", "TOKEN_MAJOR", "kernel_page", "page_candidates", "page_order", "splits"]
+__all__ = ["PAGES", "TOKEN_MAJOR", "describe_pages", "kernel_page", "page_candidates", "page_order", "splits"]
 
 PAGES = (1, 16, 32, 64, 128, 256)
 """Pool pages that are always considered; rows add those that they list."""
@@ -33,6 +33,13 @@ def _kernel_page(pages: PageSizes, form: FormSpec, pool_page: int, layout: str) 
 def kernel_page(row: CapabilityRow, pool_page: int, layout: str) -> int | None:
     """The page that the row's kernel reads from a pool with this page and layout, or None if it can't."""
     return _kernel_page(row.pages, row.form, pool_page, layout) if layout in row.layouts else None
+
+
+def describe_pages(row: CapabilityRow) -> str:
+    """Pool pages that the row takes, in words."""
+    if row.form.kind == "token_csr":
+        return "any"
+    return f"multiples of {row.form.kernel_page}" if row.form.kernel_page else str(row.pages)
 
 
 def splits(row: CapabilityRow, pool_page: int, layout: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anyattn.core.capabilities import ModelKind, Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.select.explain import UNLISTED
 from anyattn.core.select.request import Request
 from anyattn.errors import ConfigError
 
@@ -73,9 +74,7 @@ def _preferred(
             if (entry.phase, entry.kind) == (wanted, kind) and facts.target in entry.architectures:
                 library = f", {entry.library}" if entry.library else ""
                 for name in entry.order:
-                    found.setdefault(
-                        name, f"preferred on {facts.target}: {entry.evidence} ({entry.date}{library})"
-                    )
+                    found.setdefault(name, f"{entry.evidence} ({entry.date}{library})")
         if found:
             break
     return found
@@ -108,7 +107,7 @@ def rank(
     listed = _preferred(phase, request.model_kind, facts, preferences)
     places = {name: i for i, name in enumerate(listed)}
     order = sorted(names, key=lambda n: places.get(n, len(places)))
-    fallback = f"no list for {facts.target} names it: order of registration"
+    fallback = f"{UNLISTED} for {facts.target}: order of registration"
     ranks = {n: Rank(n, "priority", listed.get(n, fallback)) for n in order}
     table = measurements or {}
     devices = (facts.device_name, facts.target)

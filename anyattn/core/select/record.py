@@ -26,7 +26,7 @@ from anyattn.core.select.explain import phrase
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.libraries import importable, providers_in_use
 from anyattn.core.select.options import Field, Option
-from anyattn.core.select.pages import kernel_page
+from anyattn.core.select.pages import describe_pages, kernel_page
 from anyattn.core.select.request import Request
 from anyattn.core.select.validate import distance, is_built, is_near
 
@@ -120,10 +120,12 @@ def _importable_of(entry: BackendRecord, phase: Phase, facts: HostFacts) -> str:
 
 def _no_joint(option: Option, joint: Joint) -> Reason:
     others = dict.fromkeys(o.record.name for o in (joint.prefill, joint.decode))
-    pages = option.row.form.kernel_page or option.row.pages
-    allowed = f"pages {pages}, layouts {', '.join(option.row.layouts)}"
-    asked = f"page {joint.page}, {joint.layout} beside {' and '.join(others)}"
-    return Reason(ReasonCode.NO_JOINT_LAYOUT, asked, allowed)
+    beside = f" beside {' and '.join(others)}"
+    layouts = ", ".join(option.row.layouts)
+    if joint.layout not in option.row.layouts:
+        return Reason(ReasonCode.NO_JOINT_LAYOUT, f"layout {joint.layout}{beside}", f"layout {layouts}")
+    asked = f"page {joint.page}, {joint.layout}{beside}"
+    return Reason(ReasonCode.NO_JOINT_LAYOUT, asked, f"pages of {describe_pages(option.row)}")
 
 
 def _notes(wishes: Wishes, fields: Mapping[Phase, Field], joint: Joint) -> Iterator[str]:

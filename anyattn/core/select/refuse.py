@@ -10,6 +10,7 @@ from anyattn.core.select.choices import Wishes
 from anyattn.core.select.decision import Rejected, Verdict
 from anyattn.core.select.joint import solve_joint
 from anyattn.core.select.options import Field
+from anyattn.core.select.pages import describe_pages
 from anyattn.core.select.validate import distance
 from anyattn.errors import SelectionError
 
@@ -88,8 +89,7 @@ def refuse_pool(fields: Fields, facts: HostFacts, wishes: Wishes) -> SelectionEr
     chosen = [f for f in fields.values() if f.choice is not None and f.options]
     shown = chosen or [fields[Phase.PREFILL], fields[Phase.DECODE]]
     pools = [
-        f"{f.phase.value} {o.record.name}: pages {o.row.form.kernel_page or o.row.pages}, "
-        f"layouts {', '.join(o.row.layouts)}"
+        f"{f.phase.value} {o.record.name}: pages {describe_pages(o.row)}, layouts {', '.join(o.row.layouts)}"
         for f in shown
         for o in f.options[:1]
     ]

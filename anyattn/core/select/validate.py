@@ -8,7 +8,7 @@ from anyattn.core.capabilities import BackendRecord, CapabilityRow, ModelKind, P
 from anyattn.core.facts import HostFacts
 from anyattn.core.select.decision import Accepted, Degraded, Reason, ReasonCode, Rejected, Verdict
 from anyattn.core.select.libraries import library_reasons
-from anyattn.core.select.pages import kernel_page
+from anyattn.core.select.pages import TOKEN_MAJOR, describe_pages, kernel_page
 from anyattn.core.select.request import Request
 from anyattn.core.spec import AttentionSpec
 from anyattn.core.traits import Determinism
@@ -91,7 +91,8 @@ def _page_reason(row: CapabilityRow, request: Request) -> Reason | None:
         return None
     if any(kernel_page(row, request.page_size, layout) for layout in layouts):
         return None
-    allowed = f"multiples of a kernel page of {row.form.kernel_page or row.pages}"
+    whole = "" if TOKEN_MAJOR.intersection(layouts, row.layouts) else f" as they are in {_names(layouts)}"
+    allowed = f"kernel pages of {describe_pages(row)}{whole or ', or multiples'}"
     return Reason(ReasonCode.PAGE_SIZE, f"{request.page_size}", allowed)
 
 
@@ -145,7 +146,7 @@ def _not_built(record: BackendRecord, kind: ModelKind, facts: HostFacts) -> list
     if facts.simulated or is_built(record, kind):
         return []
     built = _names(sorted(k.value for k in record.targets))
-    return [Reason(ReasonCode.NOT_BUILT, f"adapter for {kind.value} models", built, "choose another")]
+    return [Reason(ReasonCode.NOT_BUILT, f"adapter for {kind.value} models", built, "choose another backend")]
 
 
 def _verdict(row: CapabilityRow, reasons: Sequence[Reason]) -> Verdict:
