@@ -113,16 +113,25 @@ def _facts(
             slots = world.slots[member][:new].tolist()
         else:
             slots = oracle.read_slots(table.req_to_token.cpu(), row, cached + new)
-        mask, positions = _tree(world, cached, new) if case.mask == "tree" else (None, None)
+        mask, positions = _mask(world, cached, new)
         requests.append(OracleRequest(slots=slots, num_queries=new, positions=positions, mask=mask))
     masks = [r.mask for r in requests if r.mask is not None]
     if not masks:
         return requests, None, None
-    return (
-        requests,
-        anyattn.ExplicitMask.from_matrices(masks),
-        [int(p) for r in requests for p in r.positions or ()],
-    )
+    if case.padding and case.mode == "extend":
+        masks.append(torch.empty(0, 0))
+    positions = [int(p) for r in requests for p in r.positions or ()]
+    return requests, anyattn.ExplicitMask.from_matrices(masks), positions if case.mask == "tree" else None
+
+
+def _mask(world: World, cached: int, new: int) -> tuple[torch.Tensor | None, list[int] | None]:
+    if world.case.mask == "tree":
+        return _tree(world, cached, new)
+    if world.case.mask is None:
+        return None, None
+    cells = torch.rand(new, cached + new, generator=world.generator) < 0.6
+    empty = torch.rand(new, 1, generator=world.generator) < 0.15
+    return cells & ~empty, None
 
 
 def _tree(world: World, cached: int, new: int) -> tuple[torch.Tensor, list[int]]:
@@ -181,8 +190,8 @@ def _batch(
         common = (ints(rows), ints(prefix), ints(extend), ints(loc))
         host |= {"num_padding_requests": 1, "num_padding_tokens": padding}
     if case.kind == "encoder_only" and case.seed % 3:
-        return anyattn.ForwardBatch.extend(rows, prefix, extend, None)
-    return anyattn.ForwardBatch.extend(*common, mode=anyattn.ForwardMode(mode), **host)
+        return anyattn.ForwardBatch.extend(rows, prefix, extend, None, mask=mask)
+    return anyattn.ForwardBatch.extend(*common, mode=anyattn.ForwardMode(mode), mask=mask, **host)
 
 
 def _settle_kv(step: Step, members: Sequence[int], new: Sequence[torch.Tensor], fill: bool) -> None:

@@ -15,6 +15,7 @@ from anyattn.errors import ConfigError, UnknownNameError
 
 __all__ = ["KV_SOURCES", "MODES", "SLOT_LAYOUTS", "Case", "CaseSpace", "random_case", "random_cases"]
 
+MASKS = (None, "tree", "random")
 KV_SOURCES = ("write", "arguments", "cached")
 MODES = ("decode", "extend", "mixed", "verify", "draft_extend")
 SLOT_LAYOUTS = ("contiguous", "shuffled_pages", "interleaved", "non_monotonic")
@@ -30,7 +31,7 @@ class Case:
         slot_layout: where requests' pages lie: one after another, shuffled, taken in turns, or falling.
         scale: softmax scale, None = 1/sqrt(D). k_scale, v_scale: of the stored KV,
             one number or one per KV head.
-        mask: `tree` (random tree of draft tokens, verify only) or None.
+        mask: `tree` (random tree of draft tokens), `random` (any cells, some rows empty) or None.
         encoder_lens: encoder tokens per request (cross only).
         strided: q, k and v are slices of one fused tensor. flat: they are `[T, heads * size]`.
         give_out: pass `out=` and `lse_out=`; return_lse: ask for the LSE.
@@ -79,6 +80,10 @@ class Case:
         for name, known in (("mode", MODES), ("slot_layout", SLOT_LAYOUTS), ("kv", KV_SOURCES)):
             if getattr(self, name) not in known:
                 raise UnknownNameError(f"{name} of a case", getattr(self, name), known)
+        if self.mask not in MASKS or (self.mask == "tree" and self.mode != "verify"):
+            raise ConfigError(
+                "mask of a case", asked=(self.mask, self.mode), allowed=f"{MASKS}, tree in verify"
+            )
         if self.mode == "decode" and set(self.extend_lens) != {1}:
             raise ConfigError("a decode case has one new token per request", asked=self.extend_lens)
         if (self.kind == "cross") != (self.encoder_lens is not None):
@@ -151,7 +156,7 @@ class CaseSpace:
     scales: tuple[float | None, ...] = (None, None, 0.3)
     kv_scales: tuple[float, ...] = (1.0,)
     scales_per_head: bool = False
-    masks: tuple[str | None, ...] = (None, "tree")
+    masks: tuple[str | None, ...] = (None, None, "tree", "random")
     kv_sources: tuple[str, ...] = ("write", "write", "write", "arguments", "cached")
     paddings: tuple[int, ...] = (0, 0, 0, 2)
     device_ints: tuple[bool, ...] = (False, False, True)
@@ -200,7 +205,7 @@ def random_case(rng: random.Random, space: CaseSpace | None = None) -> Case:
         scale=rng.choice(space.scales),
         k_scale=_scale(rng, space, heads[1]),
         v_scale=_scale(rng, space, heads[1]),
-        mask=rng.choice(space.masks) if mode == "verify" and kind == "causal" else None,
+        mask=_mask(rng, space, kind, mode),
         strided=rng.random() < 0.4,
         flat=rng.random() < 0.3,
         give_out=rng.random() < 0.3,
@@ -225,6 +230,13 @@ def _kv_source(rng: random.Random, space: CaseSpace, kind: str, mode: str) -> st
         return "arguments"
     source = rng.choice(space.kv_sources)
     return "cached" if kind == "cross" and mode == "decode" else source
+
+
+def _mask(rng: random.Random, space: CaseSpace, kind: str, mode: str) -> str | None:
+    """Trees where drafts are verified, any cells there and in extends, none for encoder keys."""
+    mask = rng.choice(space.masks)
+    fitting = (None, "tree", "random") if mode == "verify" else (None, "random")
+    return mask if mask in fitting and kind != "cross" and mode in ("verify", "extend") else None
 
 
 def _scale(rng: random.Random, space: CaseSpace, heads: int) -> float | tuple[float, ...]:

@@ -106,14 +106,13 @@ class TorchNative(AttentionBackend):
 def _mask(call: AttentionCall, rows: _Rows, num_keys: int) -> torch.Tensor | None:
     spec, plan = call.layer.spec, call.plan
     q_pos = plan.positions[rows.q]
-    if call.table is None:
-        return visible(spec, q_pos, q_pos, None)
-    cached = rows.prefix - rows.start
     # Tree siblings share a position: new keys stand where their queries stand, not at their column.
-    k_pos = torch.cat((torch.arange(rows.start, rows.prefix, device=q_pos.device), q_pos))
-    assert k_pos.shape[0] == num_keys == cached + q_pos.shape[0]
+    k_pos = q_pos
+    if call.table is not None:
+        k_pos = torch.cat((torch.arange(rows.start, rows.prefix, device=q_pos.device), q_pos))
+    assert k_pos.shape[0] == num_keys
     mask = None
-    if plan.mask_cells is not None and spec.kind is AttentionKind.CAUSAL:
+    if plan.mask_cells is not None:
         assert plan.host_mask_indptr is not None
         first, seq_len = plan.host_mask_indptr[rows.index], rows.prefix + q_pos.shape[0]
         cells = plan.mask_cells[first : first + q_pos.shape[0] * seq_len].view(q_pos.shape[0], seq_len)
