@@ -1,0 +1,169 @@
+"""Text from a small real model (SmolLM2-135M-Instruct) through the backends that fit this machine.
+
+anyattn generate --demo
+anyattn generate --prompt "The capital of France is" --max-new-tokens 20
+anyattn generate --prompts prompts.txt --backend torch_native --page-size 16 --chunk 64 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anyattn.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyattn.demo.engine import EngineConfig
+    from anyattn.demo.sampler import SamplingParams
+    from anyattn.demo.session import Answer, Session
+
+__all__ = ["add_arguments", "read_prompts", "run"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `anyattn generate`."""
+    what = parser.add_argument_group("what to say")
+    what.add_argument("--demo", action="store_true", help="four built-in prompts, the decision and the speed")
+    what.add_argument("--prompts", metavar="FILE", help="one prompt a line, or a JSON list of strings")
+    what.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given repeatedly")
+    what.add_argument("--chat", action="store_true", help="wrap each prompt in the model's chat template")
+    how = parser.add_argument_group("sampling")
+    how.add_argument("--max-new-tokens", type=int, default=32, metavar="N")
+    how.add_argument("--greedy", action="store_true", help="always the best token (the default)")
+    how.add_argument("--temperature", type=float, metavar="T", help="sample instead")
+    how.add_argument("--top-p", type=float, metavar="P", help="only from the likeliest tokens (default 1)")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="prompt i draws from seed N + i")
+    where = parser.add_argument_group("attention (explicit choices are honoured or refused)")
+    where.add_argument("--device", help="torch device (default: an accelerator if torch has one)")
+    where.add_argument("--dtype", help=f"{', '.join(_DTYPES)} (default: float32 on the CPU, else bfloat16)")
+    where.add_argument("--backend", metavar="NAME", help="for prefill and decode")
+    where.add_argument("--prefill", metavar="NAME", help="for prefill")
+    where.add_argument("--decode", metavar="NAME", help="for decode")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--page-size", type=int, metavar="P", help="tokens in a KV page (default: chosen)")
+    engine.add_argument("--chunk", type=int, metavar="N", help="most prefill tokens of a step (default: all)")
+    engine.add_argument("--max-batch", type=int, default=8, metavar="N", help="requests that run at once")
+    engine.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool (default: what fits)")
+    engine.add_argument("--no-prefix-reuse", action="store_true", help="compute shared prefixes every time")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print. Errors are raised: the caller shows them."""
+    prompts, params = _prompts(args), _params(args)
+    config = _config(args, params, len(prompts))
+
+    from anyattn.demo.session import Session
+
+    device = args.device or _default_device()
+    session = Session(dtype=_dtype(args.dtype, device), device=device)
+    answers = session.complete(prompts, params, config, chat=args.chat, progress=True)
+    _print(args, session, answers)
+    return 0
+
+
+def read_prompts(path: str) -> list[str]:
+    """Prompts of a file: a JSON list of strings, or else its non-empty lines.
+
+    Raises:
+        ConfigError: an unreadable file, or a JSON list of something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the file with prompts can't be read", asked=path, hint=str(error)) from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not text.lstrip().startswith("["):
+        return lines
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return lines  # lines that happen to start with a bracket
+    if not isinstance(found, list) or not all(isinstance(p, str) for p in found):
+        raise ConfigError("prompts in JSON", asked=path, allowed="a list of strings")
+    return found
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = [*(read_prompts(args.prompts) if args.prompts else []), *args.prompt]
+    if args.demo:
+        if prompts:
+            raise ConfigError("--demo brings its own prompts", hint="leave --prompts and --prompt out")
+        from anyattn.demo.showcase import PROMPTS
+
+        return list(PROMPTS)
+    if not prompts:
+        raise ConfigError("no prompts", hint="give --prompt TEXT, --prompts FILE or --demo")
+    return prompts
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    from anyattn.demo.sampler import SamplingParams
+
+    sampled = args.temperature is not None or args.top_p is not None
+    if args.greedy and sampled:
+        raise ConfigError("--greedy takes no --temperature and no --top-p", hint="leave one of them out")
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=(1.0 if args.temperature is None else args.temperature) if sampled else 0.0,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        seed=args.seed,
+    )
+
+
+def _config(args: argparse.Namespace, params: SamplingParams, count: int) -> EngineConfig:
+    from anyattn.demo.engine import EngineConfig
+
+    chunk = 64 if args.demo and args.chunk is None else args.chunk
+    return EngineConfig(
+        max_batch=args.max_batch,
+        max_context=None,
+        chunk=chunk,
+        kv_tokens=args.kv_tokens,
+        page_size=args.page_size,
+        backend=args.backend,
+        prefill=args.prefill,
+        decode=args.decode,
+        prefix_reuse=not args.no_prefix_reuse,
+    )
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    import torch
+
+    if name is None:
+        return torch.float32 if device.startswith("cpu") else torch.bfloat16
+    if name not in _DTYPES:
+        raise UnknownNameError("dtype of the demo model", name, _DTYPES)
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]) -> None:
+    from anyattn.demo.showcase import after, before, statistics
+
+    assert session.engine is not None
+    records = [answer.to_json() for answer in answers]
+    if args.json and args.demo:
+        decision = session.engine.decision.to_json()
+        found = statistics(session.engine, answers)
+        print(json.dumps({"decision": decision, "answers": records, "statistics": found}, ensure_ascii=False))
+    elif args.json:
+        print(json.dumps(records, indent=2, ensure_ascii=False))
+    elif args.demo:
+        print("\n".join([*before(session.engine, session), *after(answers, session)]))
+    else:
+        print("\n\n".join(f"{answer.prompt}{answer.text}" for answer in answers))

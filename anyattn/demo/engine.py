@@ -1,0 +1,222 @@
+"""The engine: a model, a backend on one pool, and a scheduler, stepped until every request is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import anyattn
+from anyattn.core.batch import ForwardMode
+from anyattn.core.kv.allocator import PageAllocator, pages_for
+from anyattn.core.kv.prefix import PrefixCache
+from anyattn.core.select.decision import Decision
+from anyattn.core.traits import MixedSupport
+from anyattn.demo.model import LlamaModel
+from anyattn.demo.request import Chunk, Completion, GenerationRequest
+from anyattn.demo.sampler import SamplingParams, sample
+from anyattn.demo.scheduler import Scheduler, Step
+
+__all__ = ["Engine", "EngineConfig", "EngineStats", "ModeStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and choices of an engine.
+
+    Attributes:
+        max_batch: most requests that run at once.
+        max_context: most KV tokens of a request (None = what the model was trained for).
+        chunk: most prefill tokens of a step (None = as many as there are).
+        kv_tokens: size of the pool (None = `max_batch * max_context`).
+        page_size, backend, prefill, decode: asked of `anyattn.select` (None = its choice).
+        prefix_reuse: share full pages between requests with a common prefix.
+        page_seed: hand pages out in a random order; nothing may depend on it.
+    """
+
+    max_batch: int = 8
+    max_context: int | None = None
+    chunk: int | None = None
+    kv_tokens: int | None = None
+    page_size: int | None = None
+    backend: str | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    prefix_reuse: bool = True
+    page_seed: int | None = None
+
+
+@dataclass
+class ModeStats:
+    """Steps of one mode: how many, their query tokens, their wall-clock seconds."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Query tokens a second; 0 without steps."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class EngineStats:
+    """What an engine has done so far."""
+
+    modes: dict[ForwardMode, ModeStats] = field(default_factory=dict)
+
+    def of(self, *modes: ForwardMode) -> ModeStats:
+        """Sum over modes."""
+        parts = [self.modes[m] for m in modes if m in self.modes]
+        return ModeStats(
+            sum(p.steps for p in parts), sum(p.tokens for p in parts), sum(p.seconds for p in parts)
+        )
+
+    def book(self, mode: ForwardMode, tokens: int, seconds: float) -> None:
+        """Add one step."""
+        entry = self.modes.setdefault(mode, ModeStats())
+        entry.steps += 1
+        entry.tokens += tokens
+        entry.seconds += seconds
+
+
+class Engine:
+    """Continuous batching over the package's public interface.
+
+    Attributes:
+        decision: what was selected and why. pool, table, backend: built from it.
+        scheduler, cache: who runs, and which pages are shared. stats: steps so far.
+
+    Raises:
+        SelectionError, ConfigError, PoolError: choices or sizes that can't be.
+    """
+
+    def __init__(self, model: LlamaModel, config: EngineConfig, *, eos_id: int | None = None) -> None:
+        self.model, self.config = model, config
+        longest = config.max_context or model.max_context
+        chunk = config.max_batch * longest if config.chunk is None else config.chunk
+        self.decision = _decide(model, config, chunk, longest)
+        page = self.decision.kv.page_size
+        context = pages_for(longest, page) * page
+        slots = pages_for(config.kv_tokens or config.max_batch * context, page) * page
+        self.pool = anyattn.kv.create_pool(self.decision, num_slots=slots)
+        self.table = anyattn.kv.RequestTable(
+            max_requests=config.max_batch, max_context=context, device=self.pool.device
+        )
+        self.backend = anyattn.create_backend(self.decision, self.pool, self.table)
+        self.cache = PrefixCache(
+            PageAllocator(slots, page, seed=config.page_seed), enabled=config.prefix_reuse
+        )
+        mixed = self.backend.traits(ForwardMode.MIXED).mixed is not MixedSupport.REFUSED
+        self.scheduler = Scheduler(
+            self.cache,
+            max_requests=config.max_batch,
+            max_context=longest,
+            chunk=chunk,
+            mixed=mixed,
+            eos_id=eos_id,
+        )
+        self.stats = EngineStats()
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> GenerationRequest:
+        """Queue a prompt. Raises as `Scheduler.add`."""
+        request = GenerationRequest(list(prompt_ids), params or SamplingParams())
+        self.scheduler.add(request)
+        return request
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: Callable[[Step, list[GenerationRequest]], None] | None = None,
+    ) -> list[Completion]:
+        """Continue all prompts in one continuous batch; results in the order of the prompts.
+
+        Args:
+            params: one for all, or one each.
+            on_step: called after each step with it and the requests that finished in it.
+        """
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        requests = [self.add(p, s) for p, s in zip(prompts, each, strict=True)]
+        while self.scheduler.busy:
+            step, finished = self.step()
+            if on_step is not None:
+                on_step(step, finished)
+        return [r.completion() for r in requests]
+
+    def step(self) -> tuple[Step, list[GenerationRequest]]:
+        """Compute one step (an idle one when nobody runs); the step and who finished in it."""
+        started = time.perf_counter()
+        step = self.scheduler.schedule()
+        self._list_pages(step.chunks)
+        logits = self._compute(step)
+        chunks = [c for c in step.chunks if c.samples]
+        tokens = sample(logits, [c.request.params for c in chunks], [c.request.generator for c in chunks])
+        finished = self.scheduler.finish_step(
+            step, {c.request: t for c, t in zip(chunks, tokens, strict=True)}
+        )
+        self.stats.book(step.mode, sum(c.length for c in step.chunks), time.perf_counter() - started)
+        return step, finished
+
+    def _compute(self, step: Step) -> torch.Tensor:
+        """Plan the step once, run all layers, return the logits of the rows that are sampled."""
+        batch = self._batch(step)
+        plan = self.backend.init_forward_metadata(batch)
+        ids = [token for chunk in step.chunks for token in chunk.token_ids]
+        rows, last = [], -1
+        for chunk in step.chunks:
+            last += chunk.length
+            if chunk.samples:
+                rows.append(last)
+        device = self.model.device
+        with anyattn.forward_context(self.backend, plan):
+            return self.model.forward(
+                torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True),
+                plan.positions,
+                batch,
+                torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
+            )
+
+    def _batch(self, step: Step) -> anyattn.ForwardBatch:
+        page, chunks = self.pool.page_size, step.chunks
+        rows = [c.request.row for c in chunks]
+        slots = [slot for c in chunks for slot in c.slots(page)]
+        if step.mode is ForwardMode.IDLE:
+            return anyattn.ForwardBatch.idle()
+        if step.mode is ForwardMode.DECODE:
+            return anyattn.ForwardBatch.decode(rows, [c.stop for c in chunks], slots)
+        starts, lengths = [c.start for c in chunks], [c.length for c in chunks]
+        if step.mode is ForwardMode.EXTEND:
+            return anyattn.ForwardBatch.extend(rows, starts, lengths, slots)
+        return anyattn.ForwardBatch.mixed(rows, starts, lengths, slots, num_decode=len(step.decodes))
+
+    def _list_pages(self, chunks: Sequence[Chunk]) -> None:
+        """Enter pages that a request got since its last step into its row of the request table."""
+        page = self.pool.page_size
+        for chunk in chunks:
+            request = chunk.request
+            fresh = request.pages[request.listed :]
+            if fresh:
+                slots = (torch.tensor(fresh)[:, None] * page + torch.arange(page)).flatten()
+                start = request.listed * page
+                row = self.table.req_to_token[request.row]
+                row[start : start + slots.numel()] = slots.to(row)
+                request.listed = len(request.pages)
+
+
+def _decide(model: LlamaModel, config: EngineConfig, chunk: int, longest: int) -> Decision:
+    limits = anyattn.Limits(config.max_batch, max(chunk, 1) + config.max_batch, longest)
+    return anyattn.select(
+        list(model.specs),
+        dtype=model.dtype,
+        device=str(model.device),
+        limits=limits,
+        page_size=config.page_size,
+        backend=config.backend,
+        prefill=config.prefill,
+        decode=config.decode,
+    )
