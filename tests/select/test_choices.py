@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from select_fakes import KLIB, both, host, library, prefer, record, reference, request, row, run
 
-from anyattn.core.capabilities import Phase
+from anyattn.core.capabilities import PageSizes, Phase
 from anyattn.core.facts import LibraryState
 from anyattn.core.select.choices import load_pins
 from anyattn.core.select.decision import ReasonCode, Rejected
@@ -191,6 +191,23 @@ def test_a_pin_holds_for_its_chip_and_its_model() -> None:
     assert run((A, B, C), pins=pins).decode.backend == "gamma"
     assert run((A, B, C), request(dtype="float16"), pins=pins).decode.backend == "beta"
     assert run((A, B, C), facts=host("x2"), pins=pins).decode.backend == "alpha"
+
+
+def test_a_pinned_pool_does_not_bind_who_was_named_over_the_pin() -> None:
+    pins = [{**PIN, "decode": "hnd", "kv": {"page_size": 16, "layout": "HND"}}]
+    entries = (record("hnd", row(layouts=("HND",))), B, record("any", row(layouts=("HND", "NHD"))))
+    decision = run(entries, pins=pins)
+    assert (decision.kv.page_size, decision.kv.layout, decision.decode.backend) == (16, "HND", "hnd")
+    assert "KV pool: pinned layout='HND'" in decision.notes
+    assert run(entries, request(decode="beta"), pins=pins).kv.layout == "NHD"
+
+
+def test_the_origin_of_a_page_is_told_when_it_is_in_the_way() -> None:
+    entries = (record("p64", row(pages=PageSizes((64,)))), A)
+    with pytest.raises(SelectionError, match="ANYATTN_PAGE_SIZE=16"):
+        run(entries, request(decode="p64"), environ={"ANYATTN_PAGE_SIZE": "16"})
+    with pytest.raises(SelectionError, match="ANYATTN_PAGE_SIZE=16"):
+        run(entries[:1], environ={"ANYATTN_PAGE_SIZE": "16"})
 
 
 def test_a_pin_that_cannot_serve_is_refused() -> None:

@@ -140,6 +140,8 @@ def gather(
 ) -> Wishes:
     """Explicit choices by phase, with canonical backend names, and the pool asked for.
 
+    A pinned pool belongs to the pinned pair: it doesn't bind a backend that was named over the pin.
+
     Raises:
         UnknownNameError: a backend that nobody registered, wherever it was named.
         ConfigError: an impossible page size, unreadable pins.
@@ -155,5 +157,6 @@ def gather(
             name = registry.get(choice.backend).name
             renamed = "" if name == choice.backend else f" (now called {name!r})"
             phases[phase] = Choice(name, choice.how, choice.source + renamed, choice.strict)
-    page, page_source, layout, layout_source = _pool_wish(request, environ, pin)
+    overridden = any(p in phases and phases[p].how != "pinned" for p in (Phase.PREFILL, Phase.DECODE))
+    page, page_source, layout, layout_source = _pool_wish(request, environ, None if overridden else pin)
     return Wishes(phases, page, page_source, layout, layout_source)

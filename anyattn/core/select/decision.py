@@ -109,13 +109,14 @@ class PhaseChoice:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         data: dict[str, Any] = to_plain(self)
-        return data | {"verdict": _verdict_to_json(self.verdict)}
+        return data | _verdict_to_json(self.verdict)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> PhaseChoice:
         """The choice that `to_json` wrote."""
+        fields = {name: value for name, value in data.items() if name != "reasons"}
         row = from_plain(CapabilityRow, data["row"])
-        return PhaseChoice(**{**data, "row": row, "verdict": _verdict_from_json(data["verdict"])})
+        return PhaseChoice(**{**fields, "row": row, "verdict": _verdict_from_json(data)})
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,19 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        verdict = _verdict_to_json(self.verdict)
-        head = {"backend": self.backend, "phase": self.phase.value}
-        return {**head, "verdict": verdict["kind"], "reasons": verdict["reasons"],
-                "importable": self.importable, "built": self.built}  # fmt: skip
+        return {
+            "backend": self.backend,
+            "phase": self.phase.value,
+            **_verdict_to_json(self.verdict),
+            "importable": self.importable,
+            "built": self.built,
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Candidate:
         """The candidate that `to_json` wrote."""
-        verdict = _verdict_from_json({"kind": data["verdict"], "reasons": data["reasons"]})
-        return Candidate(data["backend"], Phase(data["phase"]), verdict, data["importable"], data["built"])
+        phase, verdict = Phase(data["phase"]), _verdict_from_json(data)
+        return Candidate(data["backend"], phase, verdict, data["importable"], data["built"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +275,11 @@ def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         reasons = (verdict.reason,)
     elif isinstance(verdict, Rejected):
         reasons = verdict.reasons
-    return {"kind": verdict.kind, "reasons": to_plain(reasons)}
+    return {"verdict": verdict.kind, "reasons": to_plain(reasons)}
 
 
 def _verdict_from_json(data: Mapping[str, Any]) -> Verdict:
     reasons = from_plain(tuple[Reason, ...], data["reasons"])
-    if data["kind"] == Accepted.kind:
+    if data["verdict"] == Accepted.kind:
         return Accepted()
-    return Degraded(reasons[0]) if data["kind"] == Degraded.kind else Rejected(reasons)
+    return Degraded(reasons[0]) if data["verdict"] == Degraded.kind else Rejected(reasons)

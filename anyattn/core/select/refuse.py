@@ -67,19 +67,23 @@ def refuse_choices(
     hint = _advice(failing, fields, facts, wishes) + _elsewhere(failing, fields)
     return SelectionError(
         f"backend {', '.join(map(repr, names))} can't serve {phases} on {facts.target} ({details})",
-        asked=_sources(failing),
+        asked=", ".join(filter(None, [_sources(failing), *_pool_sources(wishes)])),
         allowed=allowed,
         hint=hint,
     )
 
 
-def refuse_nobody(field: Field, facts: HostFacts, limit: int = 4) -> SelectionError:
+def _pool_sources(wishes: Wishes) -> tuple[str, str]:
+    return wishes.page_source, wishes.layout_source
+
+
+def refuse_nobody(field: Field, facts: HostFacts, wishes: Wishes, limit: int = 4) -> SelectionError:
     """No backend passes in a phase: the nearest candidates with their reasons."""
     ordered = sorted(field.verdicts.items(), key=lambda item: distance(item[1]))
     nearest = [f"{name}: {_reasons(verdict)}" for name, verdict in ordered[:limit]]
     return SelectionError(
         f"no backend can serve {field.phase.value} on {facts.target} ({' | '.join(nearest)})",
-        allowed="what some backend's row allows",
+        asked=", ".join(filter(None, _pool_sources(wishes))) or None,
         hint="change what the nearest reasons name; `anyattn backends` lists every reason",
     )
 
@@ -93,7 +97,7 @@ def refuse_pool(fields: Fields, facts: HostFacts, wishes: Wishes) -> SelectionEr
         for f in shown
         for o in f.options[:1]
     ]
-    asked = [_sources(chosen), wishes.page_source, wishes.layout_source]
+    asked = [_sources(chosen), *_pool_sources(wishes)]
     last = chosen[-1:]
     return SelectionError(
         "the phases share no KV page size and layout",

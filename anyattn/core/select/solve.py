@@ -82,7 +82,7 @@ def _solve(
         raise refuse_choices(failing, fields, facts, wishes)
     for field in needed:
         if not field.options:
-            raise refuse_nobody(field, facts)
+            raise refuse_nobody(field, facts, wishes)
     joint = solve_joint(
         fields, required, platform=facts.platform, page_size=wishes.page_size, layout=wishes.layout
     )
