@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
             asked=f"--assume {args.assume} with --device or --probe",
             allowed="--assume alone",
         )
+    if args.timeout <= 0:
+        raise ConfigError("time for a probe", asked=f"{args.timeout:g}", allowed="more than 0 seconds")
     host = simulate(args.assume) if args.assume else detect_host(args.device)
     diagnosis = diagnose(host, probe_libraries=args.probe, timeout=args.timeout, fresh=args.fresh)
     print(json.dumps(diagnosis.to_json(), indent=2) if args.json else render(diagnosis))

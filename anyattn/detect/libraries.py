@@ -41,16 +41,19 @@ def read_libraries(
 
 def read_library(library: Library, sources: Sources, torch: str | None) -> LibraryFacts | None:
     """Facts of one library, None when neither it nor an alias of it is installed."""
+    first = None
     for name in (library.distribution, *library.aliases):
         installed = find(name, sources.path)
         if installed is None:
             continue
         facts = _facts(library, installed, sources)
-        if facts.modules or name == library.distribution:
-            if name != library.distribution and facts.reason is None:
-                facts = replace(facts, reason=f"provided by {name}")
-            return against_torch(library, facts, installed.field("Requires-Dist"), torch)
-    return None
+        if name != library.distribution and facts.reason is None:
+            facts = replace(facts, reason=f"provided by {name}")
+        facts = against_torch(library, facts, installed.field("Requires-Dist"), torch)
+        if facts.modules:
+            return facts
+        first = first or facts
+    return first
 
 
 def _facts(library: Library, installed: Installed, sources: Sources) -> LibraryFacts:
@@ -150,11 +153,11 @@ def _torch_pin(requirement: str) -> str:
 
 def _inside(version: str, versions: str) -> bool:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
-    from packaging.version import InvalidVersion
+    from packaging.version import InvalidVersion, Version
 
     try:
-        return SpecifierSet(versions).contains(version, prereleases=True)
-    except (InvalidSpecifier, InvalidVersion):
+        return SpecifierSet(versions).contains(Version(version), prereleases=True)
+    except (InvalidSpecifier, InvalidVersion):  # what can't be compared isn't held against it
         return True
 
 

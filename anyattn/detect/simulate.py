@@ -24,7 +24,7 @@ __all__ = ["simulate"]
 _NAMES = {name: library for library in KNOWN.values() for name in (library.distribution, *library.aliases)}
 _NAME = re.compile("|".join(sorted(map(re.escape, _NAMES), key=len, reverse=True)))
 # A local part (`+cpu`, `+cu130`) has a digit or is a known word; else `+` starts the next library.
-_VERSION = re.compile(r"v?\d[a-z0-9.!]*(?:\+(?:cpu|xpu|(?![a-z0-9.]+-)[a-z.]*\d[a-z0-9.]*))?")
+_VERSION = re.compile(r"v?\d[a-z0-9.!]*(?:\+(?:cpu|xpu|[a-z.]*\d[a-z0-9.]*))?")
 _FORM = "+library, +library==version or -library after the host"
 _HOST = re.compile(r"([a-z]+):(\w+)")
 
