@@ -125,8 +125,9 @@ FA3_MLA_ROWS = _fa3(
     head_dims=HeadDims(pairs=(LATENT,)),
     layouts=("NHD", "HND"),
     features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
-    method="rope part as Q and K, latent as qv and V",
-    source="sglang-facts §5.2; fp8 latent and tokenspeed-fa3 (unequal sizes compiled out): left out",
+    method="absorbed MLA through qv",
+    source="sglang-facts §5.2 (rope part as Q and K, latent as qv and V); no fact for fp8 latents, none for "
+    "tokenspeed-fa3 (unequal sizes compiled out)",
 )
 
 _FA4 = (
@@ -193,6 +194,6 @@ FA4_MLA_ROWS = _fa4(
     form=block_table(),
     layouts=("NHD", "HND"),
     features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
-    method="rope part as Q and K, latent as qv and V",
+    method="absorbed MLA through qv",
     source="vendor-apis §3; interface.py of 4.0.0b36: qv on SM100, SM103, SM110, without window or cap",
 )

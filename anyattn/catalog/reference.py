@@ -52,7 +52,7 @@ _EVERYWHERE: dict[str, Any] = {
 _ROWS = (
     CapabilityRow(
         architectures=arch.CPU,
-        method="gather + SDPA, grouped heads folded into rows",
+        method="gather + folded SDPA",
         proof=Proof.CPU,
         source="design §2, hardware-free-checks §2, §4",
         **_EVERYWHERE,
