@@ -10,6 +10,15 @@ from typing import Any, Literal
 
 import torch
 
+from anyattn.core.batch_checks import (
+    IntLike,
+    as_index,
+    check_decode_rows,
+    check_lengths,
+    check_padding,
+    check_rows,
+)
+from anyattn.core.host_lengths import Exact, HostLengths, UpperBound, resolve_host_lengths
 from anyattn.errors import BatchError
 
 __all__ = [
@@ -22,7 +31,6 @@ __all__ = [
     "UpperBound",
 ]
 
-IntLike = Sequence[int] | torch.Tensor
 _serials = itertools.count(1)
 
 
@@ -37,25 +45,6 @@ class ForwardMode(Enum):
     DRAFT_EXTEND = "draft_extend"
     SPLIT_PREFILL = "split_prefill"
     DLLM_EXTEND = "dllm_extend"
-
-
-@dataclass(frozen=True)
-class Exact:
-    """Lengths known exactly on the host: int64 CPU tensors `[B]`."""
-
-    seq_lens: torch.Tensor
-    extend_lens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class UpperBound:
-    """Bounds only: no request has more KV tokens / new tokens than this."""
-
-    max_seq_len: int
-    max_extend_len: int = 1
-
-
-HostLengths = Exact | UpperBound | None
 
 
 @dataclass(frozen=True)
@@ -75,27 +64,6 @@ class ExplicitMask:
         sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64)
         cells = torch.cat([m.reshape(-1).to(torch.bool) for m in masks])
         return ExplicitMask(cells, sizes.cumsum(0))
-
-
-def _index(values: IntLike, name: str) -> torch.Tensor:
-    """int64 1-D tensor on its own device (lists: on the CPU)."""
-    if isinstance(values, torch.Tensor):
-        if values.dtype.is_floating_point or values.dtype is torch.bool or values.dim() != 1:
-            raise BatchError(
-                f"{name} must be a 1-D integer tensor or a list",
-                asked=f"{values.dtype} of rank {values.dim()}",
-            )
-        return values.to(torch.int64)
-    return torch.tensor([int(v) for v in values], dtype=torch.int64)
-
-
-def _host_lengths(seq: torch.Tensor, ext: torch.Tensor, given: HostLengths | Literal["copy"]) -> HostLengths:
-    """Exact where the tensors are on the CPU already; a device copy only on explicit request."""
-    if seq.device.type == "cpu" and ext.device.type == "cpu":
-        return Exact(seq, ext) if given is None or given == "copy" else given
-    if given == "copy":
-        return Exact(seq.cpu(), ext.cpu())
-    return given
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,43 +151,54 @@ class ForwardBatch:
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
         """
-        req = _index(req_pool_indices, "req_pool_indices")
-        prefix, ext = _index(prefix_lens, "prefix_lens"), _index(extend_lens, "extend_lens")
-        loc = None if out_cache_loc is None else _index(out_cache_loc, "out_cache_loc")
+        req = as_index(req_pool_indices, "req_pool_indices")
+        prefix, ext = as_index(prefix_lens, "prefix_lens"), as_index(extend_lens, "extend_lens")
+        loc = None if out_cache_loc is None else as_index(out_cache_loc, "out_cache_loc")
         batch_size = req.shape[0]
         if batch_size == 0:
             raise BatchError(
-                "a batch without requests", asked="[]", hint="use ForwardBatch.idle() for an empty step"
+                "a batch without requests",
+                asked="[]",
+                allowed="at least one request",
+                hint="use ForwardBatch.idle() for an empty step",
             )
         for name, value in (("prefix_lens", prefix), ("extend_lens", ext)):
-            if value.shape[0] != batch_size:
-                raise BatchError(
-                    f"{name} disagrees with req_pool_indices", asked=value.shape[0], allowed=batch_size
-                )
-            if value.device.type == "cpu" and bool((value < 0).any()):
-                raise BatchError(f"{name} may not be negative", asked=value.tolist(), allowed=">= 0")
+            check_rows(value, name, batch_size, "request")
+            check_lengths(value, name)
+        check_padding(num_padding_requests, num_padding_tokens, batch_size)
         on_host = ext.device.type == "cpu"
         if loc is None and not on_host:
-            raise BatchError("out_cache_loc=None with device lengths", hint="give extend_lens as a list")
+            raise BatchError(
+                "out_cache_loc=None with device lengths",
+                asked=str(ext.device),
+                allowed="lengths on the host",
+                hint="give extend_lens as a list",
+            )
         total = int(ext.sum()) + num_padding_tokens if on_host else None
         tokens = total if loc is None else loc.shape[0]
-        if total is not None and total != tokens:
-            raise BatchError("extend_lens must add up to out_cache_loc's length", asked=total, allowed=tokens)
         assert tokens is not None
+        if total is not None and total != tokens:
+            raise BatchError(
+                "extend_lens (and padding) must add up to out_cache_loc's length",
+                asked=total,
+                allowed=tokens,
+                hint="out_cache_loc has one slot per new token",
+            )
         if num_padding_requests and (on_host or mode is ForwardMode.DECODE):
             padded = ext[batch_size - num_padding_requests :]
             num_padding_tokens += int(padded.sum()) if on_host else num_padding_requests
         seq = prefix + ext
-        pos = None if positions is None else _index(positions, "positions")
-        if pos is not None and pos.shape[0] != tokens:
-            raise BatchError("positions has one entry per token", asked=pos.shape[0], allowed=tokens)
-        enc = None if encoder_lens is None else _index(encoder_lens, "encoder_lens")
-        if enc is not None and enc.shape[0] != batch_size:
-            raise BatchError(
-                "encoder_lens disagrees with req_pool_indices", asked=enc.shape[0], allowed=batch_size
-            )
+        pos = None if positions is None else as_index(positions, "positions")
+        if pos is not None:
+            check_rows(pos, "positions", tokens, "token")
+        enc = None if encoder_lens is None else as_index(encoder_lens, "encoder_lens")
+        if enc is not None:
+            check_rows(enc, "encoder_lens", batch_size, "request")
+            check_lengths(enc, "encoder_lens")
         enc_loc = (
-            None if encoder_out_cache_loc is None else _index(encoder_out_cache_loc, "encoder_out_cache_loc")
+            None
+            if encoder_out_cache_loc is None
+            else as_index(encoder_out_cache_loc, "encoder_out_cache_loc")
         )
         return ForwardBatch(
             forward_mode=mode,
@@ -229,7 +208,7 @@ class ForwardBatch:
             out_cache_loc=loc,
             num_tokens=tokens,
             positions=pos,
-            host_lens=_host_lengths(seq, ext, host_lens),
+            host_lens=resolve_host_lengths(seq, ext, host_lens),
             mask=mask,
             encoder_lens=enc,
             encoder_out_cache_loc=enc_loc,
@@ -256,9 +235,9 @@ class ForwardBatch:
         Raises:
             BatchError: no request, sizes that disagree, a length below 1.
         """
-        seq = _index(seq_lens, "seq_lens")
-        if seq.device.type == "cpu" and bool((seq < 1).any()) and num_padding_requests == 0:
-            raise BatchError("seq_lens includes the token of this step", asked=seq.tolist(), allowed=">= 1")
+        seq = as_index(seq_lens, "seq_lens")
+        check_padding(num_padding_requests, 0, seq.shape[0])
+        check_lengths(seq[: seq.shape[0] - num_padding_requests], "seq_lens", least=1)
         ones = torch.ones_like(seq)
         return ForwardBatch.extend(
             req_pool_indices,
@@ -291,18 +270,17 @@ class ForwardBatch:
         Raises:
             BatchError: as `extend`, or a decode row that isn't one token long.
         """
-        ext = _index(extend_lens, "extend_lens")
-        on_host = ext.device.type == "cpu"
+        ext = as_index(extend_lens, "extend_lens")
         if num_decode is None:
-            if not on_host:
-                raise BatchError("mixed() with device lengths", hint="pass num_decode")
+            if ext.device.type != "cpu":
+                raise BatchError(
+                    "mixed() with device lengths",
+                    asked=str(ext.device),
+                    allowed="num_decode given, or lengths on the host",
+                    hint="pass num_decode",
+                )
             num_decode = sum(1 for _ in itertools.takewhile(lambda n: n == 1, reversed(ext.tolist())))
-        elif on_host and num_decode and bool((ext[-num_decode:] != 1).any()):
-            raise BatchError(
-                "decode rows of a mixed batch are one token long and stand last",
-                asked=ext.tolist(),
-                allowed=f"the last {num_decode} equal to 1",
-            )
+        check_decode_rows(ext, num_decode)
         return ForwardBatch.extend(
             req_pool_indices,
             prefix_lens,

@@ -1,0 +1,96 @@
+"""Sizes of a batch's fields against each other: what can be said before any table is known."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from anyattn.errors import BatchError
+
+__all__ = ["IntLike", "as_index", "check_decode_rows", "check_lengths", "check_padding", "check_rows"]
+
+IntLike = Sequence[int] | torch.Tensor
+
+
+def as_index(values: IntLike, name: str) -> torch.Tensor:
+    """int64 1-D tensor on its own device (lists: on the CPU).
+
+    Raises:
+        BatchError: another rank, or entries that aren't integers.
+    """
+    allowed = "a 1-D integer tensor, or a list of integers"
+    if isinstance(values, torch.Tensor):
+        if values.dtype.is_floating_point or values.dtype is torch.bool or values.dim() != 1:
+            given = f"{values.dtype} of rank {values.dim()}"
+            raise BatchError(
+                f"{name} holds integers", asked=given, allowed=allowed, hint=f"convert {name} before"
+            )
+        return values.to(torch.int64)
+    try:
+        return torch.tensor([operator.index(v) for v in values], dtype=torch.int64)
+    except TypeError as error:
+        raise BatchError(
+            f"{name} holds integers", asked=values, allowed=allowed, hint=f"convert {name} before"
+        ) from error
+
+
+def check_rows(value: torch.Tensor, name: str, rows: int, per: str) -> None:
+    """One entry per request or token. Raises `BatchError`."""
+    if value.shape[0] != rows:
+        raise BatchError(
+            f"{name} disagrees with the batch: one entry per {per}",
+            asked=value.shape[0],
+            allowed=rows,
+            hint=f"give {rows} entries",
+        )
+
+
+def check_lengths(value: torch.Tensor, name: str, least: int = 0) -> None:
+    """No length on the host is below `least`. Raises `BatchError`."""
+    if value.device.type == "cpu" and bool((value < least).any()):
+        raise BatchError(
+            f"{name} too small",
+            asked=value.tolist(),
+            allowed=f">= {least}",
+            hint="seq_lens counts the token of this step" if least else "lengths count tokens",
+        )
+
+
+def check_padding(num_requests: int, num_tokens: int, batch_size: int) -> None:
+    """Padding is a part of the batch. Raises `BatchError`."""
+    for name, value, most in (
+        ("num_padding_requests", num_requests, batch_size),
+        ("num_padding_tokens", num_tokens, None),
+    ):
+        if value < 0 or (most is not None and value > most):
+            raise BatchError(
+                name,
+                asked=value,
+                allowed=">= 0" if most is None else f"0..{most}",
+                hint="padded rows are counted in the batch and stand at its end",
+            )
+
+
+def check_decode_rows(ext: torch.Tensor, num_decode: int) -> None:
+    """`num_decode` trailing rows exist and, where the host can see it, are one token long.
+
+    Raises:
+        BatchError: they don't.
+    """
+    if not 0 <= num_decode <= ext.shape[0]:
+        raise BatchError(
+            "num_decode counts requests at the tail",
+            asked=num_decode,
+            allowed=f"0..{ext.shape[0]}",
+            hint="leave it out to take the trailing one-token extends",
+        )
+    tail = ext[ext.shape[0] - num_decode :]
+    if ext.device.type == "cpu" and bool((tail != 1).any()):
+        raise BatchError(
+            "decode rows of a mixed batch are one token long and stand last",
+            asked=ext.tolist(),
+            allowed=f"the last {num_decode} equal to 1",
+            hint="put prefill chunks first, or lower num_decode",
+        )
