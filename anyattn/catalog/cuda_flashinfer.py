@@ -87,56 +87,54 @@ _PREFILL_FA3 = per_dtype(
 )
 
 
-_FP8_ON_SM90 = "fp8 KV under 16-bit Q keeps fa3 out; fa2 reaches about half of its rate on Hopper"
+_FA2_ON_SM90 = "the fa2 template reaches about half of fa3's rate on Hopper, where arithmetic decides"
 
 
-def _fp8_phases(architectures: tuple[str, ...]) -> tuple[tuple[tuple[Phase, ...], str | None], ...]:
-    """On SM90 the fa2 template is second-rate where arithmetic decides (other-systems D1)."""
+def _by_weight(architectures: tuple[str, ...]) -> tuple[tuple[tuple[Phase, ...], str | None], ...]:
+    """All phases; on SM90 prefill apart, as second-rate (other-systems D1: FA3 is 1.5 to 2 × FA2)."""
     if architectures == arch.SM90:
-        return (((DECODE, DRAFT), None), ((PREFILL, VERIFY), _FP8_ON_SM90))
+        return (((DECODE, VERIFY, DRAFT), None), ((PREFILL,), _FA2_ON_SM90))
     return (((PREFILL, DECODE, VERIFY, DRAFT), None),)
 
 
 def _fa2(architectures: tuple[str, ...], runtime: str) -> tuple[CapabilityRow, ...]:
     """The fa2 template, which every chip since SM80 runs: the general kernel and its special forms."""
-    common = {"architectures": architectures, "runtime": runtime, **_PLANNED}
+    common: dict[str, Any] = {"architectures": architectures, "runtime": runtime, **_PLANNED}
     everything = (PREFILL, DECODE, VERIFY, DRAFT)
+    general = {"providers": (FLASHINFER,), "head_dims": HeadDims(pairs=square(64, 128, 256)), **common}
     return (
-        *per_dtype(
-            *HALVES,
-            phases=everything,
-            providers=(FLASHINFER,),
-            head_dims=HeadDims(pairs=square(64, 128, 256)),
-            features=_FA2_FEATURES,
-            determinism=2,
-            method="fa2, tensor cores",
-            source="vendor-apis §2.3, §2.4, §2.5; fixed split sizes for batch invariance: sglang-facts §5.12",
-            **common,
-        ),
         *(
             row
-            for phases, degraded in _fp8_phases(architectures)
-            for row in per_dtype(
-                *HALVES,
-                phases=phases,
-                providers=(FLASHINFER,),
-                fp8=(E4M3, E5M2),
-                same=False,
-                head_dims=HeadDims(pairs=square(64, 128, 256)),
-                features=(*_FA2_FEATURES, Feature.KV_SCALES),
-                determinism=1,
-                degraded=degraded,
-                method="fa2, tensor cores, fp8 KV",
-                source="vendor-apis §2.3 (fp8 KV under 16-bit Q is fa2's), vllm#24577",
-                **common,
+            for phases, degraded in _by_weight(architectures)
+            for row in (
+                *per_dtype(
+                    *HALVES,
+                    phases=phases,
+                    features=_FA2_FEATURES,
+                    determinism=2,
+                    degraded=degraded,
+                    method="fa2, tensor cores",
+                    source="vendor-apis §2.3 to §2.5; batch-invariant by fixed splits: sglang-facts §5.12",
+                    **general,
+                ),
+                *per_dtype(
+                    *HALVES,
+                    phases=phases,
+                    fp8=(E4M3, E5M2),
+                    same=False,
+                    features=(*_FA2_FEATURES, Feature.KV_SCALES),
+                    determinism=1,
+                    degraded=degraded,
+                    method="fa2, tensor cores, fp8 KV",
+                    source="vendor-apis §2.3 (fp8 KV under 16-bit Q keeps fa3 out), vllm#24577",
+                    **general,
+                ),
             )
         ),
         # A window bounds the left side only, so none is declared where later keys are visible.
         *per_dtype(
             *HALVES,
             phases=(PREFILL, DECODE),
-            providers=(FLASHINFER,),
-            head_dims=HeadDims(pairs=square(64, 128, 256)),
             features=(
                 Feature.BIDIRECTIONAL,
                 Feature.ENCODER_ONLY,
@@ -146,9 +144,9 @@ def _fa2(architectures: tuple[str, ...], runtime: str) -> tuple[CapabilityRow, .
                 Feature.CUSTOM_SCALE,
             ),
             determinism=1,
-            method="fa2, not causal",
+            method="not causal",
             source="vendor-apis §2.5, §2.6; window and cross exclude each other: sglang-facts §3.1",
-            **common,
+            **general,
         ),
         *per_dtype(
             *HALVES,

@@ -171,7 +171,7 @@ _MLA = (
             phase=phase,
             kind=ModelKind.MLA,
             order=("triton", "flashinfer"),
-            evidence="not measured here: SGLang's and vLLM's default",
+            evidence="not measured here: SGLang's default",
             date="2026-10-30",
             library=_SGLANG,
         )
