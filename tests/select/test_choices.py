@@ -12,7 +12,7 @@ from select_fakes import KLIB, both, host, library, prefer, record, reference, r
 from anyattn.core.capabilities import PageSizes, Phase
 from anyattn.core.facts import LibraryState
 from anyattn.core.select.choices import load_pins
-from anyattn.core.select.decision import ReasonCode, Rejected
+from anyattn.core.select.decision import Degraded, ReasonCode, Rejected
 from anyattn.core.spec import Limits
 from anyattn.errors import ConfigError, SelectionError, UnknownNameError
 
@@ -236,3 +236,20 @@ def test_the_draft_role_can_be_overridden_alone() -> None:
     assert chosen(decision) == ("alpha", "alpha")
     assert decision.phase(Phase.DRAFT).backend == "beta"
     assert decision.phase(Phase.VERIFY).backend == "alpha"
+
+
+def test_a_slow_choice_is_not_excused_by_others_when_a_better_one_passes() -> None:
+    near = record("near", row(dtypes=("float32",)))
+    verdict = run((A, near, reference()), request(backend="torch_native")).decode.verdict
+    assert isinstance(verdict, Degraded)
+    assert verdict.reason.hint == ""
+    verdict = run((near, reference()), request(backend="torch_native")).decode.verdict
+    assert isinstance(verdict, Degraded)
+    assert verdict.reason.hint.startswith("nearest: near")
+
+
+def test_who_would_do_is_listed_without_the_slow_ones_first() -> None:
+    tiny, slow = record("tiny", row(dtypes=("float32",))), record("slow", row(degraded="slow"))
+    with pytest.raises(SelectionError) as caught:
+        run((slow, tiny, A), request(decode="tiny"), preferences=both("slow", "alpha"))
+    assert caught.value.allowed == "alpha, slow"
