@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anyattn.errors import ConfigError, UnknownNameError
+from anyattn.errors import ConfigError, UnknownNameError, nearest
 
 __all__ = ["PREFIX", "VARIABLES", "Variable", "check_environment", "read"]
 
@@ -52,7 +52,13 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
             raise UnknownNameError("environment variable", name, VARIABLES)
         values = VARIABLES[name].values
         if values is not None and value not in values:
-            raise ConfigError(f"value of {name}", asked=repr(value), allowed=", ".join(values))
+            raise _impossible(name, value, values)
+
+
+def _impossible(name: str, value: str, allowed: tuple[str, ...]) -> ConfigError:
+    guess = nearest(value, allowed)
+    hint = f"did you mean {guess!r}?" if guess else f"unset {name} for the default"
+    return ConfigError(f"value of {name}", asked=repr(value), allowed=", ".join(allowed), hint=hint)
 
 
 def read(name: str, environ: Mapping[str, str] | None = None) -> str | None:
@@ -60,5 +66,5 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     variable = VARIABLES[name]
     value = (os.environ if environ is None else environ).get(name) or None
     if value is not None and variable.values is not None and value not in variable.values:
-        raise ConfigError(f"value of {name}", asked=repr(value), allowed=", ".join(variable.values))
+        raise _impossible(name, value, variable.values)
     return variable.default if value is None else value

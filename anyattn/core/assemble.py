@@ -83,10 +83,18 @@ def _check_pool(decision: Decision, pool: KVPool, table: RequestTable) -> None:
             hint="anyattn.kv.create_pool(decision, num_slots=…)",
         )
     if pool.specs != decision.request.specs:
-        raise PoolError("the pool was made for other layers", hint="create the pool from the same decision")
+        raise PoolError(
+            "the pool was made for other layers",
+            asked=f"{len(pool.specs)} layers, not as decided",
+            allowed=f"the {len(decision.request.specs)} of the decision",
+            hint="create the pool from the same decision",
+        )
     if table.device != pool.device:
         raise PoolError(
-            "request table and pool on different devices", asked=table.device, allowed=pool.device
+            "request table and pool on different devices",
+            asked=table.device,
+            allowed=pool.device,
+            hint=f"RequestTable(device={str(pool.device)!r})",
         )
 
 

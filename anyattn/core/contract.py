@@ -22,10 +22,11 @@ from anyattn.core.groups import GroupSet, Space
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.layer import AttentionLayer
+from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_storage
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.plan import Plan, TableForm
-from anyattn.core.shapes import checked_heads, output_like
+from anyattn.core.shapes import checked_heads, lse_like, output_like
 from anyattn.core.spec import AttentionKind, Limits
 from anyattn.core.traits import (
     Determinism,
@@ -259,7 +260,7 @@ class AttentionBackend(StepBackend):
             )
         for feature in layer_features(layer.spec):
             self._require(feature, f"layer {layer.layer_id}")
-        self.pool.storage_layer(layer.layer_id)
+        check_storage(self.pool, layer)
 
     def _require(self, feature: Feature, who: str) -> None:
         if feature not in self.features:
@@ -273,17 +274,15 @@ class AttentionBackend(StepBackend):
     def _lse_buffer(self, q: torch.Tensor, wanted: bool, lse_out: torch.Tensor | None) -> torch.Tensor | None:
         if not wanted:
             if lse_out is not None:
-                raise BatchError("lse_out without return_lse", hint="pass return_lse=True")
+                raise BatchError(
+                    "lse_out without return_lse",
+                    asked="return_lse=False",
+                    allowed="return_lse=True",
+                    hint="pass return_lse=True, or no lse_out",
+                )
             return None
         self._require(Feature.LSE, "return_lse")
-        shape = q.shape[:2]
-        if lse_out is None:
-            return torch.empty(shape, dtype=torch.float32, device=q.device)
-        if lse_out.shape != shape or lse_out.dtype != torch.float32:
-            raise BatchError(
-                "lse_out", asked=f"{tuple(lse_out.shape)} {lse_out.dtype}", allowed=f"{tuple(shape)} float32"
-            )
-        return lse_out
+        return lse_like(q, lse_out)
 
     def _store(
         self, layer: AttentionLayer, k: torch.Tensor | None, v: torch.Tensor | None, plan: Plan, save: bool
@@ -292,10 +291,14 @@ class AttentionBackend(StepBackend):
         kind = layer.spec.kind
         if k is None or v is None:
             if kind is AttentionKind.ENCODER_ONLY:
-                raise BatchError("an encoder-only layer caches nothing", hint="pass k and v")
+                raise BatchError(
+                    "an encoder-only layer caches nothing", asked=None, allowed="tensors", hint="pass k and v"
+                )
             return True
         if kind is AttentionKind.ENCODER_ONLY:
+            check_no_prefix(plan)
             return False
+        check_owns_kv(layer)
         if not save:
             self._require(Feature.NO_CACHE_WRITE, "save_kv_cache=False")
             return False

@@ -35,10 +35,11 @@ class AttentionLayer(nn.Module):
         if spec.sinks != (sinks is not None) or (sinks is not None and sinks.shape != (spec.num_q_heads,)):
             raise ConfigError(
                 f"sinks of layer {layer_id}",
-                asked=None if sinks is None else tuple(sinks.shape),
+                asked="None" if sinks is None else list(sinks.shape),
                 allowed=f"a tensor [{spec.num_q_heads}]"
                 if spec.sinks
                 else "None, or AttentionSpec(sinks=True)",
+                hint="AttentionSpec(sinks=True) goes with one sink logit per query head",
             )
         self.spec, self.layer_id = spec, layer_id
         self.plan_group = PlanGroup.of(spec)

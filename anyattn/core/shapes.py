@@ -7,7 +7,7 @@ import torch
 from anyattn.core.spec import AttentionKind, AttentionSpec
 from anyattn.errors import BatchError
 
-__all__ = ["checked_heads", "output_like"]
+__all__ = ["checked_heads", "lse_like", "output_like"]
 
 
 def _heads(x: torch.Tensor, name: str, tokens: int | None, heads: int, dim: int) -> torch.Tensor:
@@ -20,10 +20,14 @@ def _heads(x: torch.Tensor, name: str, tokens: int | None, heads: int, dim: int)
             f"shape of {name}",
             asked=tuple(x.shape),
             allowed=f"[{rows}, {heads}, {dim}] or [{rows}, {heads * dim}]",
+            hint="T is the batch's token count, the rest the layer's spec",
         )
     if x.stride(2) != 1 and dim > 1:
         raise BatchError(
-            f"the last dimension of {name} must be contiguous", asked=x.stride(), allowed="stride 1"
+            f"the last dimension of {name} must be contiguous",
+            asked=x.stride(),
+            allowed="stride 1",
+            hint=f"{name}.contiguous()",
         )
     return x
 
@@ -42,7 +46,12 @@ def checked_heads(
         BatchError: wrong shape or dtype, k without v. Cross-attention keys have the encoder's length.
     """
     if (k is None) != (v is None):
-        raise BatchError("k and v come together", asked="one of them", allowed="both, or None for both")
+        raise BatchError(
+            "k and v come together",
+            asked="one of them",
+            allowed="both, or None for both",
+            hint="None for both reads everything from the pool",
+        )
     q3 = _heads(q, "q", tokens, spec.num_q_heads, spec.head_dim)
     kv_tokens = None if spec.kind is AttentionKind.CROSS else tokens
     k3 = None if k is None else _heads(k, "k", kv_tokens, spec.num_kv_heads, spec.head_dim)
@@ -68,5 +77,25 @@ def output_like(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=q.device)
     elif tuple(out.shape) != shape or out.dtype != dtype:
-        raise BatchError("out", asked=f"{tuple(out.shape)} {out.dtype}", allowed=f"{shape} {dtype}")
+        raise BatchError(
+            "out",
+            asked=f"{tuple(out.shape)} {out.dtype}",
+            allowed=f"{shape} {dtype}",
+            hint="out has q's rank, Dv in place of D, and the model's dtype",
+        )
     return out, (out.view(tokens, heads, dim) if out.dim() == 2 else out)
+
+
+def lse_like(q: torch.Tensor, lse_out: torch.Tensor | None) -> torch.Tensor:
+    """`lse_out` or fresh memory, float32 `[T, Hq]`. Raises `BatchError` for another shape or dtype."""
+    shape = q.shape[:2]
+    if lse_out is None:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+    if lse_out.shape != shape or lse_out.dtype != torch.float32:
+        raise BatchError(
+            "lse_out",
+            asked=f"{tuple(lse_out.shape)} {lse_out.dtype}",
+            allowed=f"{tuple(shape)} float32",
+            hint="lse_out is token-major: [T, Hq]",
+        )
+    return lse_out

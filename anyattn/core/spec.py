@@ -104,6 +104,11 @@ class Limits:
     max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens", "max_context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"Limits.{name}", asked=getattr(self, name), allowed=">= 1")
+        for name, least in (
+            ("max_requests", 1),
+            ("max_tokens", 1),
+            ("max_context", 1),
+            ("max_draft_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"Limits.{name}", asked=getattr(self, name), allowed=f">= {least}")

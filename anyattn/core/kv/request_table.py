@@ -28,7 +28,12 @@ class RequestTable:
     ) -> None:
         """Raises `PoolError` for sizes below 1."""
         if max_requests < 1 or max_context < 1:
-            raise PoolError("request table size", asked=(max_requests, max_context), allowed=">= 1 each")
+            raise PoolError(
+                "request table size (max_requests, max_context)",
+                asked=(max_requests, max_context),
+                allowed=">= 1 each",
+                hint="size it by the Limits given to select()",
+            )
         self.device = torch.device(device)
         self.max_requests, self.max_context, self.max_encoder = max_requests, max_context, max_encoder
         rows = max_requests + 1

@@ -36,7 +36,12 @@ class KVScale:
         per_head = not isinstance(value, (int, float))
         values = tuple(float(x) for x in value) if per_head else (float(value),)  # type: ignore[union-attr, arg-type]
         if per_head and len(values) != num_kv_heads:
-            raise PoolError("scales per KV head", asked=len(values), allowed=num_kv_heads)
+            raise PoolError(
+                "scales per KV head",
+                asked=len(values),
+                allowed=num_kv_heads,
+                hint="one number for the tensor, or one per KV head of this rank",
+            )
         if not all(math.isfinite(x) and x > 0 for x in values):
             raise PoolError(
                 "KV scale", asked=values, allowed="finite and > 0", hint="1.0 where the checkpoint has none"

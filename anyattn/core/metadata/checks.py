@@ -36,11 +36,39 @@ def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_s
     enc = batch.encoder_out_cache_loc
     if enc is not None and enc.device.type == "cpu":
         _check_slots("encoder_out_cache_loc", enc, page_size, total_slots)
+        _check_encoder_slots(batch, enc)
 
 
 def _within(name: str, values: torch.Tensor, low: int, high: int) -> None:
     if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
-        raise BatchError(f"{name} out of range", asked=values.tolist(), allowed=f"{low}..{high}")
+        raise BatchError(
+            f"{name} out of range of the request table",
+            asked=values.tolist(),
+            allowed=f"{low}..{high}",
+            hint="make RequestTable larger, or split or refuse the request",
+        )
+
+
+def _check_encoder_slots(batch: ForwardBatch, slots: torch.Tensor) -> None:
+    """No more slots than encoder tokens, and none that the step's own tokens go to as well."""
+    lens, loc = batch.encoder_lens, batch.out_cache_loc
+    most = int(lens.sum()) if lens is not None and lens.device.type == "cpu" else None
+    if lens is None or (most is not None and slots.shape[0] > most):
+        raise BatchError(
+            "encoder_out_cache_loc has more slots than the step has encoder tokens",
+            asked=slots.shape[0],
+            allowed=0 if lens is None else f"<= {most}",
+            hint="give encoder_lens, and slots for the encoder tokens that are stored in this step",
+        )
+    if loc is not None and loc.device.type == "cpu":
+        shared = slots[torch.isin(slots, loc)]
+        if shared.numel():
+            raise BatchError(
+                "encoder and decoder tokens are written to the same slot, twice",
+                asked=int(shared[0]),
+                allowed="disjoint out_cache_loc and encoder_out_cache_loc",
+                hint="allocate pages of their own for encoder tokens",
+            )
 
 
 def _check_mask(batch: ForwardBatch, exact: Exact) -> None:
@@ -54,6 +82,7 @@ def _check_mask(batch: ForwardBatch, exact: Exact) -> None:
             "the explicit mask doesn't fit the lengths",
             asked=f"indptr {given}, {batch.mask.cells.numel()} cells",
             allowed=f"indptr {[0, *sizes]}: extend_len x seq_len cells per request",
+            hint="ExplicitMask.from_matrices with one [extend_len, seq_len] matrix per request",
         )
 
 
@@ -69,13 +98,19 @@ def _check_slots(name: str, slots: torch.Tensor, page_size: int, total_slots: in
         )
     if int(slots.max()) >= total_slots:
         raise BatchError(
-            f"{name} beyond the pool", asked=int(slots.max()), allowed=f"{page_size}..{total_slots - 1}"
+            f"{name} beyond the pool",
+            asked=int(slots.max()),
+            allowed=f"{page_size}..{total_slots - 1}",
+            hint="create the pool with more slots",
         )
     ordered = slots.sort().values
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.numel():
         raise BatchError(
-            f"{name} writes the same slot twice", asked=int(twice[0]), allowed="one token a slot in a step"
+            f"{name} writes the same slot twice",
+            asked=int(twice[0]),
+            allowed="one token a slot in a step",
+            hint="free a slot before it is handed out again",
         )
 
 

@@ -57,6 +57,7 @@ def table_extent(batch: ForwardBatch, group: TableGroup, form: TableForm, table:
             raise BatchError(
                 "cross-attention layers need encoder lengths and an encoder table",
                 asked="no encoder_lens" if lens is None else "RequestTable without encoder columns",
+                allowed="both",
                 hint="pass encoder_lens to the batch and max_encoder to RequestTable",
             )
         kv_lens = lens if lens.device.type == "cpu" else None

@@ -59,7 +59,12 @@ class KVPool(ABC):
     def storage_layer(self, layer_id: int) -> int:
         """The layer whose storage `layer_id` uses (KV sharing). Raises `PoolError` if out of range."""
         if not 0 <= layer_id < len(self.specs):
-            raise PoolError("layer_id", asked=layer_id, allowed=f"0..{len(self.specs) - 1}")
+            raise PoolError(
+                "layer_id",
+                asked=layer_id,
+                allowed=f"0..{len(self.specs) - 1}",
+                hint="list every layer's AttentionSpec in select()",
+            )
         shared = self.specs[layer_id].kv_shared_with
         return layer_id if shared is None else shared
 

@@ -1,0 +1,51 @@
+"""What a layer and a step must have in common beyond shapes, checked before anything is stored."""
+
+from __future__ import annotations
+
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.plan import Plan
+from anyattn.errors import BatchError, PlanError
+
+__all__ = ["check_no_prefix", "check_owns_kv", "check_storage"]
+
+
+def check_storage(pool: KVPool, layer: AttentionLayer) -> None:
+    """The pool holds this layer's KV in this layer's shape.
+
+    Raises:
+        PoolError: a layer number beyond the model. PlanError: another shape.
+    """
+    stored = pool.specs[pool.storage_layer(layer.layer_id)]
+    have = (stored.num_kv_heads, stored.head_dim, stored.v_head_dim)
+    want = (layer.spec.num_kv_heads, layer.spec.head_dim, layer.spec.v_head_dim)
+    if have != want:
+        raise PlanError(
+            f"layer {layer.layer_id} has another KV shape than the pool holds for it (Hkv, D, Dv)",
+            asked=want,
+            allowed=have,
+            hint="layer_id counts the specs given to select(), in their order",
+        )
+
+
+def check_owns_kv(layer: AttentionLayer) -> None:
+    """Keys for a layer that reads another's would be dropped. Raises `BatchError`."""
+    owner = layer.spec.kv_shared_with
+    if owner is not None:
+        raise BatchError(
+            f"layer {layer.layer_id} shares the KV of layer {owner}",
+            asked="k and v",
+            allowed="None for both",
+            hint="call it without k and v: its keys are in the pool already",
+        )
+
+
+def check_no_prefix(plan: Plan) -> None:
+    """Encoder-only layers attend within the step: a cached prefix would be dropped. Raises `BatchError`."""
+    if plan.host_seq_lens != plan.host_extend_lens:
+        raise BatchError(
+            "an encoder-only layer attends within the step and reads no cached prefix",
+            asked=f"seq_lens {plan.host_seq_lens}, extend_lens {plan.host_extend_lens}",
+            allowed="prefix_lens of 0",
+            hint="give all tokens of a request in one step",
+        )
