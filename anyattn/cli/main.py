@@ -18,6 +18,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "backends": ("anyattn.cli.backends", "which backend serves what, on this machine or any other"),
     "select": ("anyattn.cli.select", "choose the backends for a model, and say why"),
     "generate": ("anyattn.cli.generate", "text from a small real model through the chosen backends"),
+    "verify-compile": (
+        "anyattn.cli.verify_compile",
+        "compile the Triton kernels for chips that aren't there",
+    ),
 }
 """Command -> (module, help). A module has `add_arguments(parser)` and `run(args) -> exit code`."""
 
@@ -57,7 +61,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: anyattn COMMAND [options]",

@@ -1,0 +1,91 @@
+"""The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 45.
+
+An entry is a name and a function that calls a host function of this package with meta tensors. To add one,
+write that function (or reuse one with `partial`) and list it in `ENTRIES`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.groups import Space, TableGroup
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
+from anyattn.kernels.triton.aot import Entry, Target
+from anyattn.kernels.triton.metadata_launch import FusedFiller
+
+__all__ = ["ENTRIES", "MAX_ENTRIES"]
+
+MAX_ENTRIES = 45
+
+_FULL, _WINDOW = TableGroup(), TableGroup(window=1024)
+_ENCODER = TableGroup(Space.ENCODER)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def _int64(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _table(form: TableForm, batch: int, context: int) -> Table:
+    """Storage of one table as the compiler allocates it without exact lengths."""
+    table = Table(form, _int32(batch), _int32(batch))
+    pages = context // form.kernel_page
+    if form.kind is TableKind.BLOCK_TABLE:
+        table.block_table = torch.empty(batch, pages, dtype=form.index_dtype, device="meta")
+    elif form.kind is not TableKind.REQUEST_TABLE:
+        table.indptr, table.last_page_len = _int32(batch + 1), _int32(batch)
+        table.indices = torch.empty(batch * pages + form.index_slack, dtype=form.index_dtype, device="meta")
+    return table
+
+
+def metadata(form: TableForm, groups: tuple[TableGroup, ...], target: Target) -> None:
+    """The fused metadata kernel on a decode step of 64 requests, contexts up to 32k."""
+    batch, context = 64, 32768
+    table = RequestTable(max_requests=256, max_context=context, device="meta", max_encoder=2048)
+    step = ForwardBatch.decode([0] * batch, [1] * batch, [0] * batch)
+    plan = Plan(
+        key=PlanKey(step.serial, 0, ForwardMode.DECODE, batch, batch),
+        batch=step,
+        req_pool_indices=_int64(batch),
+        seq_lens=_int32(batch),
+        prefix_lens=_int32(batch),
+        extend_lens=_int32(batch),
+        query_offsets=_int32(batch + 1),
+        positions=_int64(batch),
+        write_locs={},
+        max_q_len=1,
+        max_kv_len=context,
+        tables={group: _table(form, batch, context) for group in groups},
+        encoder_lens=_int32(batch),
+    )
+    FusedFiller(table)(plan)
+
+
+_METADATA = (
+    Entry(
+        "metadata/token-csr",
+        partial(metadata, TableForm(TableKind.TOKEN_CSR), (_FULL,)),
+    ),
+    Entry(
+        "metadata/page-csr-16-two-groups",
+        partial(metadata, TableForm(TableKind.PAGE_CSR, kernel_page=16, index_slack=1), (_FULL, _WINDOW)),
+    ),
+    Entry(
+        "metadata/block-table-64-three-groups",
+        partial(metadata, TableForm(TableKind.BLOCK_TABLE, kernel_page=64), (_FULL, _WINDOW, _ENCODER)),
+    ),
+    Entry(
+        "metadata/request-table",
+        partial(metadata, TableForm(TableKind.REQUEST_TABLE), (_FULL, _WINDOW)),
+    ),
+)
+
+ENTRIES: tuple[Entry, ...] = (*_METADATA,)
+"""What is compiled, in the table's order."""
