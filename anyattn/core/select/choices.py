@@ -91,7 +91,12 @@ def _pinned_name(pin: Pin, phase: Phase) -> str | None:
 
 def _page_from(text: str, name: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"value of {name}", asked=repr(text), allowed="a number of tokens >= 1")
+        raise ConfigError(
+            f"value of {name}",
+            asked=repr(text),
+            allowed="a number of tokens >= 1",
+            hint=f"unset {name} to let selection choose",
+        )
     return int(text)
 
 
