@@ -129,7 +129,7 @@ def _automatic(
             continue
         notes += found.notes
         if platform in drivable and found.present:
-            notes.append(f"{found.present} {platform} devices are here, none visible{_hidden(found)}")
+            notes.append(f"{platform} devices here: {found.present}, visible: none{_hidden(found)}")
         elif platform in drivable and torch.build is not None and platform != "cpu":
             notes.append(f"torch is built for {torch.build}, but there is no {platform} device")
         elif found.devices and platform not in drivable:

@@ -244,7 +244,10 @@ def _driver(library: _Library, notes: list[str]) -> str | None:
 
 
 def _runtime(library: _Library, notes: list[str]) -> str | None:
-    """The newest CUDA version that the driver supports: NVML gives major · 1000 + minor · 10."""
+    """The newest CUDA version that the driver supports: NVML gives major · 1000 + minor · 10.
+
+    NVML loads libcuda for this, but neither initialises it nor makes a context.
+    """
     version = ctypes.c_int()
     try:
         library.call("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(version))

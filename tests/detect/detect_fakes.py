@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from anyattn.detect import Sources
+from anyattn.detect.kfd import NODES
 
 SUCCESS, NOT_SUPPORTED, NOT_FOUND = 0, 3, 6
 
@@ -204,3 +205,32 @@ def install(
         if at is not None:
             os.utime(info / "RECORD", (at, at))
     return info
+
+
+def add_gpu(root: Path, node: int, version: int = 90402, minor: int = 128, **more: int) -> None:
+    """An MI300X as a KFD node."""
+    lines = {
+        "simd_count": 1216,
+        "simd_per_cu": 4,
+        "gfx_target_version": version,
+        "drm_render_minor": minor,
+        "unique_id": 0xAB00 + node,
+        "device_id": 0x74A1,
+        **more,
+    }
+    banks = {
+        "0": "heap_type 1\nsize_in_bytes 206141652992\nflags 0\n",
+        "1": "heap_type 4\nsize_in_bytes 65536\n",  # LDS isn't device memory
+    }
+    write(root, {f"{NODES}/{node}/properties": "".join(f"{k} {v}\n" for k, v in lines.items())})
+    write(root, {f"{NODES}/{node}/mem_banks/{k}/properties": v for k, v in banks.items()})
+    write(root, {f"/dev/dri/renderD{minor}": ""})
+
+
+def version_py(**fields: str) -> str:
+    """torch/version.py of a build."""
+    lines = ["from typing import Optional", "__version__ = '2.13.0'", "debug = False"]
+    for name in ("cuda", "hip", "rocm", "xpu"):
+        value = f"'{fields[name]}'" if name in fields else "None"
+        lines.append(f"{name}: Optional[str] = {value}")
+    return "\n".join(lines)

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from detect_fakes import FakeGpu, FakeNvml, install, no_driver, sources, write
-from test_kfd import add_gpu
-from test_torch_build import version_py
+from detect_fakes import FakeGpu, FakeNvml, add_gpu, install, no_driver, sources, version_py, write
 
 from anyattn.core.facts import HostFacts, LibraryState
 from anyattn.detect import Library, Sources, detect_host
@@ -122,7 +120,7 @@ def test_a_cuda_torch_without_a_gpu(machine: Machine) -> None:
 def test_hidden_gpus_leave_the_cpu(machine: Machine, value: str) -> None:
     facts = machine.torch("cuda").cuda().env(CUDA_VISIBLE_DEVICES=value).detect()
     assert facts.target == "cpu:avx2"
-    assert "1 cuda devices are here, none visible (CUDA_VISIBLE_DEVICES hides some)" in facts.notes
+    assert "cuda devices here: 1, visible: none (CUDA_VISIBLE_DEVICES hides some)" in facts.notes
 
 
 def test_ascend_needs_its_torch(machine: Machine) -> None:

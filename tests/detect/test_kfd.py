@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from detect_fakes import sources, write
+from detect_fakes import add_gpu, sources, write
 
 from anyattn.detect.found import Found
 from anyattn.detect.kfd import NODES, gfx_name, read_rocm
@@ -30,25 +30,6 @@ def test_gfx_names(version: int, name: str) -> None:
 
 def add_cpu(root: Path, node: int) -> None:
     write(root, {f"{NODES}/{node}/properties": "cpu_cores_count 96\nsimd_count 0\ngfx_target_version 0\n"})
-
-
-def add_gpu(root: Path, node: int, version: int = 90402, minor: int = 128, **more: int) -> None:
-    lines = {
-        "simd_count": 1216,
-        "simd_per_cu": 4,
-        "gfx_target_version": version,
-        "drm_render_minor": minor,
-        "unique_id": 0xAB00 + node,
-        "device_id": 0x74A1,
-        **more,
-    }
-    banks = {
-        "0": "heap_type 1\nsize_in_bytes 206141652992\nflags 0\n",
-        "1": "heap_type 4\nsize_in_bytes 65536\n",  # LDS isn't device memory
-    }
-    write(root, {f"{NODES}/{node}/properties": "".join(f"{k} {v}\n" for k, v in lines.items())})
-    write(root, {f"{NODES}/{node}/mem_banks/{k}/properties": v for k, v in banks.items()})
-    write(root, {f"/dev/dri/renderD{minor}": ""})
 
 
 @pytest.fixture

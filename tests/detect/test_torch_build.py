@@ -5,17 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from detect_fakes import install, sources
+from detect_fakes import install, sources, version_py
 
 from anyattn.detect.torch_build import TorchBuild, read_torch
-
-
-def version_py(**fields: str) -> str:
-    lines = ["from typing import Optional", "__version__ = '2.13.0'", "debug = False"]
-    for name in ("cuda", "hip", "rocm", "xpu"):
-        value = f"'{fields[name]}'" if name in fields else "None"
-        lines.append(f"{name}: Optional[str] = {value}")
-    return "\n".join(lines)
 
 
 def read(*path: Path) -> TorchBuild:
