@@ -13,7 +13,9 @@ from anyattn.catalog.building import (
     E4M3_FNUZ,
     E5M2,
     HALVES,
+    HND,
     LATENT,
+    NHD,
     PREFILL,
     TRITON,
     VERIFY,
@@ -47,12 +49,13 @@ _FP8_MLA = (
 
 _MASKS = (Feature.LSE, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY, Feature.RAGGED_VERIFY)
 _SCALED = (Feature.CUSTOM_SCALE, Feature.KV_SCALES)
+_KINDS = (Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY, Feature.CROSS, Feature.NO_CACHE_WRITE)
 
 _COMMON: dict[str, Any] = {
     "requires": (TRITON,),
     "pages": ANY_PAGE,
     "form": FormSpec("request_table"),
-    "determinism": 2,
+    "determinism": 1,  # splits follow the batch's size: not batch-invariant
     "tolerates_nan_tail": True,
 }
 _PHASES: tuple[dict[str, Any], ...] = (
@@ -81,7 +84,8 @@ _TRITON_DENSE = tuple(
         fp8,
         (*HALVES, "float32"),
         head_dims=HeadDims(minimum=16, maximum=256, multiple=16, equal=False),
-        features=(Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS),
+        layouts=(NHD, HND),
+        features=(Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS, *_KINDS),
         source="own kernels, planned: triton-on-h200 A, B; hardware-free-checks §1.3 (sm103, gfx1151, "
         "gfx1200 not compiled there)",
     )
@@ -147,6 +151,7 @@ RECORDS = (
         name="triton",
         summary="own Triton kernels: split-KV decode, extend over prefix and new tokens, MLA, verify masks",
         rows=(*_TRITON_DENSE, *_TRITON_MLA),
+        targets={ModelKind.DENSE: "anyattn.backends.portable.triton:TritonAttention"},
     ),
     BackendRecord(
         name="flex_attention",

@@ -44,6 +44,16 @@ class Registry:
         self._records[record.name] = record
         self._aliases.update(dict.fromkeys(record.deprecated_aliases, record.name))
 
+    def replace(self, record: BackendRecord) -> None:
+        """Put `record` in the place of the one with its name, which keeps its rank and aliases.
+
+        Raises:
+            UnknownNameError: nobody registered that name.
+        """
+        if record.name not in self._records:
+            raise UnknownNameError("backend", record.name, self._records)
+        self._records[record.name] = record
+
     def get(self, name: str) -> BackendRecord:
         """The record of a name or alias; a deprecated alias warns.
 

@@ -98,9 +98,9 @@ class TritonAttention(AttentionBackend):
         """Cached keys through the table, this step's own from k and v where they were given."""
         plan, table = call.plan, call.table
         cross = call.layer.spec.kind is AttentionKind.CROSS
-        direct = call.k is not None and not cross
+        direct = call.k is not None and not (cross and call.stored)
         pool_lens = None
-        if table is not None:
+        if table is not None and not (cross and direct):
             pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
         step = kernels.ExtendStep(
             source=None if table is None else self._source(call),
@@ -112,6 +112,7 @@ class TritonAttention(AttentionBackend):
             positions=plan.positions if plan.batch.positions is not None else None,
             mask_cells=None if cross else plan.mask_cells,
             mask_indptr=None if cross else plan.mask_indptr,
+            key_offsets=_offsets(plan.encoder_lens) if cross and direct else None,
         )
         k, v = (call.k, call.v) if direct else (None, None)
         kernels.extend(
@@ -149,3 +150,11 @@ class TritonAttention(AttentionBackend):
         return kernels.Variant(
             spec.scale, spec.logit_cap, window, call.layer.sinks, spec.kind is AttentionKind.CAUSAL
         )
+
+
+def _offsets(lens: torch.Tensor | None) -> torch.Tensor:
+    """int32 `[B + 1]` of encoder keys given as arguments."""
+    assert lens is not None
+    offsets = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets

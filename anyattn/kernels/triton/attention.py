@@ -172,7 +172,10 @@ def decode(
 
 @dataclass(frozen=True, eq=False)
 class ExtendStep:
-    """The parts of a plan that extend reads; `pool_lens` None = nothing is read from the pool."""
+    """The parts of a plan that extend reads; `pool_lens` None = nothing is read from the pool.
+
+    `key_offsets int32 [B + 1]`: rows of k and v per request, where they aren't `query_offsets`.
+    """
 
     source: torch.Tensor | None
     req_rows: torch.Tensor
@@ -183,6 +186,7 @@ class ExtendStep:
     positions: torch.Tensor | None = None
     mask_cells: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
+    key_offsets: torch.Tensor | None = None
 
 
 def extend(
@@ -216,7 +220,8 @@ def extend(
     if cells.dtype is torch.bool:
         cells = cells.view(torch.uint8)
     args = (
-        q, k_arg, v_arg, cache.k, cache.v, source, step.req_rows, step.query_offsets, step.prefix_lens,
+        q, k_arg, v_arg, cache.k, cache.v, source, step.req_rows, step.query_offsets,
+        step.query_offsets if step.key_offsets is None else step.key_offsets, step.prefix_lens,
         unused if step.pool_lens is None else step.pool_lens,
         unused if step.kv_start is None else step.kv_start,
         unused if step.positions is None else step.positions,

@@ -52,7 +52,7 @@ def _seen(
 
 @triton.jit
 def extend_kernel(
-    q, k, v, k_cache, v_cache, source, req_rows, query_offsets, prefix_lens, pool_lens, kv_start, positions,
+    q, k, v, k_cache, v_cache, source, req_rows, query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
     cells, mask_indptr, k_scale, v_scale, sinks, out, lse,
     q_t, q_h, k_t, k_h, v_t, v_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row,
     out_t, out_h, lse_t, k_scale_h, v_scale_h, scale, cap, window, num_requests, num_blocks, num_heads,
@@ -66,7 +66,7 @@ def extend_kernel(
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
     PACK query heads of a KV head are rows of one block (`num_heads` is then Hq / PACK). POOL reads
-    `pool_lens` tokens through the table, DIRECT this step's own from k and v. `TOKENS = BLOCK_M // PACK`
+    `pool_lens` tokens through the table, DIRECT those from k and v: rows `key_offsets[b] ..` of request b. `TOKENS = BLOCK_M // PACK`
     tokens a block; `num_blocks >= T // TOKENS + B`.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
@@ -110,9 +110,10 @@ def extend_kernel(
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Keys that any row of this block may see end here (causal: at its last token).
-    last = extend
+    key_offset = tl.load(key_offsets + b)
+    last = tl.load(key_offsets + b + 1) - key_offset
     if CAUSAL and not HAS_MASK:
-        last = tl.minimum(t0 + TOKENS, extend)
+        last = tl.minimum(t0 + TOKENS, last)
     # ... and begin here. With positions of the caller's own, only the request's bound is known.
     earliest = 0
     if HAS_WINDOW:
@@ -162,7 +163,7 @@ def extend_kernel(
         v_new = v + kv_head.to(tl.int64) * v_h
         for n in range(first, last, BLOCK_N):
             live = n + offs_n < last
-            at = (offset + n + offs_n).to(tl.int64)
+            at = (key_offset + n + offs_n).to(tl.int64)
             key = tl.load(k_new + at[:, None] * k_t + offs_d[None, :], mask=live[:, None] & in_d, other=0.0)
             value = tl.load(
                 v_new + at[:, None] * v_t + offs_dv[None, :], mask=live[:, None] & in_dv, other=0.0
