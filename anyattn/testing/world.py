@@ -123,7 +123,7 @@ class World:
         self._poison()
 
     def _limits(self) -> anyattn.Limits:
-        tokens = sum(self.case.seq_lens) + self.case.padding + self.max_encoder
+        tokens = sum((*self.case.seq_lens, *(self.case.encoder_lens or ()))) + self.case.padding
         return anyattn.Limits(
             max_requests=self.case.batch_size + self.case.padding + 2,
             max_tokens=max(1, tokens),

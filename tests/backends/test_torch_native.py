@@ -13,13 +13,21 @@ import pytest
 import torch
 
 import anyattn
+from anyattn.backends.reference import attend
 from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case, CaseSpace, random_cases
 from anyattn.testing.judge import check_case, expected, judge, run_step
 from anyattn.testing.world import World
 
-HALF = CaseSpace(dtypes=(("bfloat16", "bfloat16"), ("float16", "float16")))
+HALF = CaseSpace(
+    dtypes=(
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("float16", "float8_e5m2"),
+        ("float32", "bfloat16"),
+    )
+)
 FP8 = CaseSpace(
     dtypes=tuple(
         (model, kv)
@@ -59,6 +67,22 @@ def test_half_precision(seed: int) -> None:
 def test_fp8_cache(seed: int) -> None:
     """The oracle gets the values rounded and saturated as stored; then float32 is as exact as ever."""
     check_many(f"fp8{seed}", 40, FP8)
+
+
+def test_cases_in_address_stable_buffers() -> None:
+    """Planned into preallocated buffers, as a graph would be: twice, so that stale contents would show."""
+    for case in random_cases("buffers", 60):
+        world = World(case)
+        world.backend.init_cuda_graph_state(world.decision.request.limits)
+        step = build_step(world)
+        for _ in range(2):
+            report = judge(run_step(step))
+            assert report.passed, str(report)
+
+
+def test_long_queries_are_processed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "_MAX_SCORES", 64)
+    check_many("blocks", 60)
 
 
 def test_random_cases_hold_what_they_promise() -> None:
@@ -200,6 +224,17 @@ def test_chunked_is_whole(chunk: int, window: int | None) -> None:
         passed(run_step(step))
         rows.append(step.out)
     assert oracle.relative_error(torch.cat(rows), whole.out) < 1e-6
+
+
+def test_requests_may_share_a_prefix() -> None:
+    """Two rows list the same slots for their first 8 tokens; each adds its own."""
+    case = replace(SERVED, prefix_lens=(12, 8, 8), extend_lens=(2, 5, 1))
+    world = World(case)
+    for member in (1, 2):
+        world.slots[member] = torch.cat([world.slots[0][:8], world.slots[member][8:]])
+        row = world.slots[member].int()
+        world.table.req_to_token[world.rows[member], : row.numel()] = row
+    passed(run_step(build_step(world)))
 
 
 def test_mixed_is_its_parts() -> None:
