@@ -1,0 +1,61 @@
+"""What the machine can do, measured in the run that is judged by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness.candidate import Candidate, cache_bytes
+from benchmarks.harness.timers import Timer, make_timer
+
+__all__ = ["MachineLimits", "measure_limits"]
+
+_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Best of a few samples. 1 GB/s = 1e9 B/s, 1 TFLOP/s = 1e12 FLOP/s.
+
+    Attributes:
+        copy_gb_per_s: `dst.copy_(src)` far outside the cache, bytes read plus bytes written.
+        read_gb_per_s: a sum over the same.
+        gemm_tflop_per_s: a square matrix product in `dtype`.
+    """
+
+    copy_gb_per_s: float
+    read_gb_per_s: float
+    gemm_tflop_per_s: float
+    dtype: str
+
+
+def measure_limits(
+    device: torch.device | str, dtype: torch.dtype = torch.float32, *, megabytes: int = 0, size: int = 0
+) -> MachineLimits:
+    """Measure bandwidths on `megabytes` (default: eight caches) and a `size`-cubed product.
+
+    The first copy and product are warm-up.
+    """
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    timer = make_timer(device)
+    num_bytes = megabytes * 2**20 or max(8 * cache_bytes(device), 2**30 if on_gpu else 2**28)
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copy = _best(timer, Candidate("copy", [lambda: target.copy_(source)]))
+    read = _best(timer, Candidate("read", [source.sum]))
+    size = size or (8192 if on_gpu else 1536)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    gemm = _best(timer, Candidate("gemm", [lambda: torch.nn.functional.linear(a, b)]))
+    return MachineLimits(
+        copy_gb_per_s=2 * source.nbytes / copy / 1e9,
+        read_gb_per_s=source.nbytes / read / 1e9,
+        gemm_tflop_per_s=2 * size**3 / gemm / 1e12,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _best(timer: Timer, candidate: Candidate) -> float:
+    timer.sample(candidate, 1)
+    return min(timer.sample(candidate, 1) for _ in range(_SAMPLES))
