@@ -40,8 +40,9 @@ FP8 = CaseSpace(
 FRESH = secrets.randbits(32)
 
 
-def check_many(seed: int | str, count: int, space: CaseSpace | None = None) -> None:
-    failed = [report for case in random_cases(seed, count, space) if not (report := check_case(case)).passed]
+def check_many(seed: int | str, count: int, space: CaseSpace | None = None, device: str = "cpu") -> None:
+    reports = (check_case(case, device=device) for case in random_cases(seed, count, space))
+    failed = [report for report in reports if not report.passed]
     text = "\n".join(map(str, failed[:5]))
     assert not failed, f"{len(failed)} of {count} cases of seed {seed!r} failed:\n{text}"
 
@@ -55,6 +56,13 @@ def test_float32(seed: int) -> None:
 def test_float32_fresh_seed() -> None:
     """Cases that nobody has seen before; the seed is printed on failure."""
     check_many(FRESH, 80)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device")
+@pytest.mark.parametrize("space", [None, HALF, FP8], ids=["float32", "half", "fp8"])
+def test_on_the_accelerator(space: CaseSpace | None) -> None:
+    """The same on a GPU: the packed upload, device tables, device scales."""
+    check_many("gpu", 60, space, device="cuda")
 
 
 @pytest.mark.parametrize("seed", range(3))
