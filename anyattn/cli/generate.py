@@ -18,7 +18,7 @@ from anyattn.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-    from anyattn.demo.engine import EngineConfig
+    from anyattn.demo.engine import Engine, EngineConfig
     from anyattn.demo.sampler import SamplingParams
     from anyattn.demo.session import Answer, Session
 
@@ -56,14 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print. Errors are raised: the caller shows them."""
-    prompts, params = _prompts(args), _params(args)
-    config = _config(args, params, len(prompts))
+    prompts, params, config = _prompts(args), _params(args), _config(args)
 
     from anyattn.demo.session import Session
+    from anyattn.demo.showcase import before
 
     device = args.device or _default_device()
     session = Session(dtype=_dtype(args.dtype, device), device=device)
-    answers = session.complete(prompts, params, config, chat=args.chat, progress=True)
+
+    def on_ready(engine: Engine) -> None:
+        if args.demo and not args.json:
+            print("\n".join(before(engine, session)), flush=True)
+
+    answers = session.complete(
+        prompts, params, config, chat=args.chat, progress=not args.json, on_ready=on_ready
+    )
     _print(args, session, answers)
     return 0
 
@@ -117,7 +124,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _config(args: argparse.Namespace, params: SamplingParams, count: int) -> EngineConfig:
+def _config(args: argparse.Namespace) -> EngineConfig:
     from anyattn.demo.engine import EngineConfig
 
     chunk = 64 if args.demo and args.chunk is None else args.chunk
@@ -153,7 +160,7 @@ def _dtype(name: str | None, device: str) -> torch.dtype:
 
 
 def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]) -> None:
-    from anyattn.demo.showcase import after, before, statistics
+    from anyattn.demo.showcase import after, statistics
 
     assert session.engine is not None
     records = [answer.to_json() for answer in answers]
@@ -164,6 +171,6 @@ def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]
     elif args.json:
         print(json.dumps(records, indent=2, ensure_ascii=False))
     elif args.demo:
-        print("\n".join([*before(session.engine, session), *after(answers, session)]))
+        print("\n".join(after(answers, session)))
     else:
         print("\n\n".join(f"{answer.prompt}{answer.text}" for answer in answers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Session:
         *,
         chat: bool = False,
         progress: bool = False,
+        on_ready: Callable[[Engine], None] | None = None,
     ) -> list[Answer]:
         """Continue all prompts in one continuous batch.
 
@@ -71,6 +72,7 @@ class Session:
                 left at their defaults.
             chat: wrap each prompt as a user's message.
             progress: a bar on standard error, if that is a terminal.
+            on_ready: called with the engine before its first step.
 
         Raises:
             ConfigError, PoolError, SelectionError: what can't be served.
@@ -78,6 +80,8 @@ class Session:
         ids = [self.tokenizer.encode(self._wrapped(p) if chat else p) for p in prompts]
         engine = Engine(self.model, _fitted(config, ids, params), eos_id=self.tokenizer.eos_id)
         self.engine = engine
+        if on_ready is not None:
+            on_ready(engine)
         each = [replace(params, seed=params.seed + index) for index in range(len(ids))]
         bar = _Progress(len(ids) * params.max_new_tokens, shown=progress)
         started = time.perf_counter()

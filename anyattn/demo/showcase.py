@@ -48,8 +48,7 @@ def after(answers: Sequence[Answer], session: Session) -> Iterator[str]:
     """The texts, then the speed and what prefix reuse saved."""
     assert session.engine is not None
     for index, answer in enumerate(answers, 1):
-        prompt = " ".join(answer.prompt.split())
-        prompt = prompt if len(prompt) <= 60 else f"… {prompt[-58:]}"
+        prompt = _shortened(" ".join(answer.prompt.split()))
         yield ""
         yield f"[{index}] {prompt}"
         yield "    " + answer.text.strip().replace("\n", "\n    ")
@@ -67,6 +66,11 @@ def after(answers: Sequence[Answer], session: Session) -> Iterator[str]:
         f"Prefix reuse saved {found['reused_tokens']} of {found['prompt_tokens']} prompt tokens; "
         f"first token {session.first_token_seconds:.2f} s after the requests came in"
     )
+
+
+def _shortened(prompt: str, width: int = 60) -> str:
+    """The end of a long prompt, from a word on."""
+    return prompt if len(prompt) <= width else f"… {prompt[-width:].partition(' ')[2]}"
 
 
 def statistics(engine: Engine, answers: Sequence[Answer]) -> dict[str, Any]:
