@@ -98,7 +98,9 @@ class TritonAttention(AttentionBackend):
         """Cached keys through the table, this step's own from k and v where they were given."""
         plan, table = call.plan, call.table
         cross = call.layer.spec.kind is AttentionKind.CROSS
-        direct = call.k is not None and not (cross and call.stored)
+        # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
+        in_pool = call.stored and (cross or self._exact_kv(call.layer.layer_id))
+        direct = call.k is not None and not in_pool
         pool_lens = None
         if table is not None and not (cross and direct):
             pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
@@ -125,6 +127,10 @@ class TritonAttention(AttentionBackend):
             assert self.table.encoder_to_token is not None
             return self.table.encoder_to_token
         return self.table.req_to_token
+
+    def _exact_kv(self, layer_id: int) -> bool:
+        """The pool stores exactly what it is given: the model's dtype, no scales."""
+        return self.pool.kv_dtype == self.config.dtype and not self._cache(layer_id).scaled
 
     def _cache(self, layer_id: int) -> kernels.Cache:
         cache = self._caches.get(layer_id)

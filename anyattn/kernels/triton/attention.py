@@ -200,13 +200,16 @@ def extend(
     config: Extend,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    pack: int | None = None,
 ) -> None:
     """`q [T, Hq, D]` of ragged requests -> `out [T, Hq, Dv]`, `lse [T, Hq]` natural log.
 
     With `k`, `v` this step's own tokens are read from them and `step.pool_lens` counts the cached ones;
-    without, everything is in the pool.
+    without, everything is in the pool. `pack` query heads of a KV head share a program (default: all).
     """
-    pack = heads.group if heads.group <= config.block_m else 1
+    if pack is None:
+        pack = heads.group if heads.group <= config.block_m else 1
     tokens = config.block_m // pack
     num_blocks = q.shape[0] // tokens + step.req_rows.shape[0]
     num_heads = heads.num_q // pack

@@ -6,10 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["apply_sink", "page_offsets", "softmax_tile"]
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+__all__ = ["apply_sink", "capped", "page_offsets", "softmax_tile"]
 
 
 @triton.jit
@@ -19,27 +16,31 @@ def page_offsets(first, page_stride, row_stride, PAGE: tl.constexpr, SUB: tl.con
     SUB consecutive tokens share a page, so one table entry serves them all.
     """
     base = (first // PAGE).to(tl.int64) * page_stride + (first % PAGE) * row_stride
-    rows = tl.arange(0, SUB) * row_stride
-    flat = tl.reshape(base[:, None] + rows[None, :], [N])
+    if SUB == 1:
+        flat = base
+    else:
+        rows = tl.arange(0, SUB) * row_stride
+        flat = tl.reshape(base[:, None] + rows[None, :], [N])
     # Without the hint the alignment is lost in the indirection and every load becomes scalar.
     return tl.multiple_of(flat, 16)
 
 
 @triton.jit
-def softmax_tile(qk, seen, v, m, den, acc, scale, cap, HAS_CAP: tl.constexpr):
-    """One online-softmax step in base 2: raw scores `qk [M, N]`, `v [N, Dv]`, state `(m, den, acc)`.
+def capped(qk, scale, cap):
+    """Scaled logits under the cap, in base 2: `cap * tanh(scale * qk / cap) * log2(e)`."""
+    doubled = tl.exp2(qk * (scale / cap * 2.8853900817779268))
+    return (cap * 1.4426950408889634) * (1.0 - 2.0 / (doubled + 1.0))
 
-    `scale` is the softmax scale (with the K scale folded in); rows that see nothing keep m = -inf.
+
+@triton.jit
+def softmax_tile(qk, v, m, den, acc, scale):
+    """One online-softmax step in base 2: `qk [M, N]` (-inf = unseen), `v [N, Dv]`, state `(m, den, acc)`.
+
+    `scale` takes qk to base-2 logits and is positive. Rows that saw nothing keep m = -inf.
     """
-    if HAS_CAP:
-        x = qk * (scale / cap)
-        s = (cap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
-    else:
-        s = qk * (scale * 1.4426950408889634)
-    s = tl.where(seen, s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, 1))
+    new_m = tl.maximum(m, tl.max(qk, 1) * scale)
     safe = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(s - safe[:, None])
+    p = tl.exp2(qk * scale - safe[:, None])
     alpha = tl.exp2(m - safe)
     den = den * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]

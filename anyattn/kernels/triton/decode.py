@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton.common import apply_sink, page_offsets, softmax_tile
+from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile
 
 __all__ = ["decode_kernel"]
 
@@ -61,6 +61,7 @@ def decode_kernel(
     k_base = k_cache + kv_head.to(tl.int64) * k_head
     v_base = v_cache + kv_head.to(tl.int64) * v_head
     logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
+    base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     den = tl.zeros([BLOCK_H], tl.float32)
@@ -84,10 +85,13 @@ def decode_kernel(
         key = key.to(query.dtype)
         value = value.to(query.dtype)
         qk = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if HAS_CAP:
+            qk = capped(qk, logit_scale, cap)
         seen = live
         if HAS_WINDOW:
             seen = seen & (n + offs_n >= first_seen)
-        m, den, acc = softmax_tile(qk, seen[None, :], value, m, den, acc, logit_scale, cap, HAS_CAP)
+        qk = tl.where(seen[None, :], qk, float("-inf"))
+        m, den, acc = softmax_tile(qk, value, m, den, acc, base2)
 
     acc = acc * (tl.load(v_scale + kv_head * v_scale_h) / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = (m + tl.log2(den)) * 0.6931471805599453

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton.common import apply_sink, page_offsets, softmax_tile
+from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile
 
 __all__ = ["extend_kernel"]
 
@@ -52,7 +52,8 @@ def _seen(
 
 @triton.jit
 def extend_kernel(
-    q, k, v, k_cache, v_cache, source, req_rows, query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
+    q, k, v, k_cache, v_cache, source, req_rows,
+    query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
     cells, mask_indptr, k_scale, v_scale, sinks, out, lse,
     q_t, q_h, k_t, k_h, v_t, v_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row,
     out_t, out_h, lse_t, k_scale_h, v_scale_h, scale, cap, window, num_requests, num_blocks, num_heads,
@@ -66,8 +67,8 @@ def extend_kernel(
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
     PACK query heads of a KV head are rows of one block (`num_heads` is then Hq / PACK). POOL reads
-    `pool_lens` tokens through the table, DIRECT those from k and v: rows `key_offsets[b] ..` of request b. `TOKENS = BLOCK_M // PACK`
-    tokens a block; `num_blocks >= T // TOKENS + B`.
+    `pool_lens` tokens through the table, DIRECT rows `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M //
+    PACK` tokens a block; `num_blocks >= T // TOKENS + B`.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     pid = tl.program_id(0)
@@ -132,6 +133,10 @@ def extend_kernel(
         k_base = k_cache + kv_head.to(tl.int64) * k_head
         v_base = v_cache + kv_head.to(tl.int64) * v_head
         logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
+        base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
+        full = end
+        if CAUSAL and not DIRECT:
+            full = tl.minimum(end, prefix + t0 + 1)
         entry = tl.arange(0, BLOCK_N // SUB) * SUB
         ahead = tl.load(table + start + entry, mask=start + entry < end, other=0)
         for n in range(start, end, BLOCK_N):
@@ -146,19 +151,30 @@ def extend_kernel(
             key = key.to(query.dtype)
             value = value.to(query.dtype)
             qk = tl.dot(query, tl.trans(key), input_precision="ieee")
-            k_pos = column
-            if HAS_POSITIONS and not DIRECT:
-                new = tl.load(positions + offset + column - prefix, mask=live & (column >= prefix), other=0)
-                k_pos = tl.where(column >= prefix, new.to(tl.int32), column)
-            seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
-                         CAUSAL and not DIRECT, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
-            m, den, acc = softmax_tile(qk, seen, value, m, den, acc, logit_scale, cap, HAS_CAP)
+            if HAS_CAP:
+                qk = capped(qk, logit_scale, cap)
+            # Whole tiles that every row sees skip the mask: the condition is the same for all threads.
+            if HAS_MASK or HAS_WINDOW or n + BLOCK_N > full:
+                k_pos = column
+                if HAS_POSITIONS and not DIRECT:
+                    new = tl.load(
+                        positions + offset + column - prefix, mask=live & (column >= prefix), other=0
+                    )
+                    k_pos = tl.where(column >= prefix, new.to(tl.int32), column)
+                seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
+                             CAUSAL and not DIRECT, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
+                qk = tl.where(seen, qk, float("-inf"))
+            m, den, acc = softmax_tile(qk, value, m, den, acc, base2)
         acc = acc * tl.load(v_scale + kv_head * v_scale_h)
 
     if DIRECT:
         first = 0
         if HAS_WINDOW and not HAS_POSITIONS:
             first = tl.maximum(earliest - prefix, 0) // BLOCK_N * BLOCK_N
+        base2_new = 1.0 if HAS_CAP else scale * 1.4426950408889634
+        full_new = last
+        if CAUSAL:
+            full_new = tl.minimum(last, t0 + 1)
         k_new = k + kv_head.to(tl.int64) * k_h
         v_new = v + kv_head.to(tl.int64) * v_h
         for n in range(first, last, BLOCK_N):
@@ -171,13 +187,17 @@ def extend_kernel(
             key = key.to(query.dtype)
             value = value.to(query.dtype)
             qk = tl.dot(query, tl.trans(key), input_precision="ieee")
-            column = prefix + n + offs_n
-            k_pos = column
-            if HAS_POSITIONS:
-                k_pos = tl.load(positions + at, mask=live, other=0).to(tl.int32)
-            seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
-                         CAUSAL, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
-            m, den, acc = softmax_tile(qk, seen, value, m, den, acc, scale, cap, HAS_CAP)
+            if HAS_CAP:
+                qk = capped(qk, scale, cap)
+            if HAS_MASK or HAS_WINDOW or n + BLOCK_N > full_new:
+                column = prefix + n + offs_n
+                k_pos = column
+                if HAS_POSITIONS:
+                    k_pos = tl.load(positions + at, mask=live, other=0).to(tl.int32)
+                seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
+                             CAUSAL, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
+                qk = tl.where(seen, qk, float("-inf"))
+            m, den, acc = softmax_tile(qk, value, m, den, acc, base2_new)
 
     acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
     natural = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * 0.6931471805599453)
