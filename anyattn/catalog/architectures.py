@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ANY_ACCELERATOR",
     "ASCEND_310P",
     "ASCEND_910",
     "CPU",
@@ -54,6 +55,9 @@ ASCEND_310P = ("ascend:310p",)
 CPU_AMX, CPU_AVX512 = ("cpu:amx",), ("cpu:avx512",)
 CPU_X86 = (*CPU_AMX, *CPU_AVX512, "cpu:avx2")
 CPU = (*CPU_X86, "cpu:arm", "cpu:generic")
+
+ANY_ACCELERATOR = ("cuda:*", "rocm:*", "ascend:*")
+"""Chips that no row names: for plain torch alone."""
 
 KNOWN = (*CUDA, *ROCM, *ASCEND_910, *ASCEND_310P, *CPU)
 """Every architecture that some row may name."""

@@ -58,7 +58,7 @@ _ROWS = (
         **_EVERYWHERE,
     ),
     CapabilityRow(
-        architectures=(*arch.CUDA, *arch.ROCM, *arch.ASCEND_910, *arch.ASCEND_310P),
+        architectures=(*arch.CUDA, *arch.ROCM, *arch.ASCEND_910, *arch.ASCEND_310P, *arch.ANY_ACCELERATOR),
         method="gather + SDPA",
         degraded="reference, not a fast path",
         source="plain torch operators; not run on accelerators yet, nor fp8 conversion on Ascend",

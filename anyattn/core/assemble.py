@@ -50,16 +50,33 @@ def create_backend(
         BackendBuildError: a winner without an adapter, or whose class fails to load or build.
     """
     _check_pool(decision, pool, table)
-    prefill = _build(decision, decision.prefill, Phase.PREFILL, pool, table)
-    if _same(decision.prefill, decision.decode):
-        backend: AttentionBackend | HybridBackend = prefill
-    else:
-        decode = _build(decision, decision.decode, Phase.DECODE, pool, table)
-        chosen = decision.verify.backend if decision.verify is not None else decision.prefill.backend
-        route: VerifyRoute = "decode" if chosen == decision.decode.backend else "prefill"
-        backend = HybridBackend(prefill, decode, verify or route)
+    backend: AttentionBackend | HybridBackend
+    choices = {Phase.PREFILL: decision.prefill, Phase.DECODE: decision.decode}
+    drafting = decision.request.limits is not None and decision.request.limits.max_draft_tokens > 0
+    if decision.verify is not None and (drafting or any(_same(decision.verify, c) for c in choices.values())):
+        choices[Phase.VERIFY] = decision.verify
+    built = _build_all(decision, choices, pool, table)
+    prefill, decode = built[Phase.PREFILL], built[Phase.DECODE]
+    verifier = built.get(Phase.VERIFY, prefill)
+    one = prefill is decode is verifier
+    backend = prefill if one else HybridBackend(prefill, decode, verify or verifier)
     backend.decision = decision
     return backend
+
+
+def _build_all(
+    decision: Decision, choices: dict[Phase, PhaseChoice], pool: KVPool, table: RequestTable
+) -> dict[Phase, AttentionBackend]:
+    """One object for all phases with the same class, page and table form; each phase keeps its row."""
+    built: dict[Phase, AttentionBackend] = {}
+    for phase, choice in choices.items():
+        alike = [p for p in choices if _same(choices[p], choice)]
+        if alike[0] in built:
+            built[phase] = built[alike[0]]
+            continue
+        rows = {p: choices[p].row for p in alike}
+        built[phase] = _build(decision, choice, rows, phase, pool, table)
+    return built
 
 
 def _same(a: PhaseChoice, b: PhaseChoice) -> bool:
@@ -99,7 +116,12 @@ def _check_pool(decision: Decision, pool: KVPool, table: RequestTable) -> None:
 
 
 def _build(
-    decision: Decision, choice: PhaseChoice, phase: Phase, pool: KVPool, table: RequestTable
+    decision: Decision,
+    choice: PhaseChoice,
+    rows: dict[Phase, CapabilityRow],
+    phase: Phase,
+    pool: KVPool,
+    table: RequestTable,
 ) -> AttentionBackend:
     if choice.target is None:
         raise BackendBuildError(
@@ -107,7 +129,7 @@ def _build(
             asked=choice.backend,
             hint="decide on the real host (without host=…), or choose another backend",
         )
-    config = _config(decision, choice.backend, choice.row, choice.kernel_page, pool, table)
+    config = _config(decision, choice, rows, pool, table)
     module, _, name = choice.target.partition(":")
     try:
         built = getattr(importlib.import_module(module), name)(config)
@@ -124,18 +146,23 @@ def _build(
 
 
 def _config(
-    decision: Decision, name: str, row: CapabilityRow, kernel_page: int, pool: KVPool, table: RequestTable
+    decision: Decision,
+    choice: PhaseChoice,
+    rows: dict[Phase, CapabilityRow],
+    pool: KVPool,
+    table: RequestTable,
 ) -> BackendConfig:
     request = decision.request
     limits = request.limits or Limits(table.max_requests, max(1, pool.num_slots), table.max_context)
     return BackendConfig(
-        name=name,
+        name=choice.backend,
         groups=GroupSet.from_specs(request.specs),
         pool=pool,
         table=table,
         limits=limits,
-        form=table_form(row.form, kernel_page),
-        row=row,
+        form=table_form(choice.row.form, choice.kernel_page),
+        row=choice.row,
+        rows=rows,
         dtype=torch_dtype(request.dtype),
         deterministic=Determinism(request.deterministic),
     )

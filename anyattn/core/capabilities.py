@@ -166,7 +166,8 @@ class CapabilityRow:
     """One conjunction: everything in it must hold.
 
     Attributes:
-        phases, kinds, architectures: exact sets; an architecture is `platform:arch`, never a family.
+        phases, kinds, architectures: exact sets; an architecture is `platform:arch`, never a family. Only
+            plain torch may say `platform:*`: it runs on chips that nobody listed.
         providers: any one of these distributions (empty = needs none beyond torch).
         requires: distributions that must be there besides (`triton`, `nvidia-cutlass-dsl`, …).
         runtime: PEP 440 range of the CUDA / ROCm / CANN runtime.
@@ -207,6 +208,10 @@ class CapabilityRow:
     method: str = ""
     proof: Proof = Proof.UNTESTED
     source: str = ""
+
+    def serves(self, target: str) -> bool:
+        """True if the row is for the chip `platform:arch`."""
+        return target in self.architectures or f"{target.partition(':')[0]}:*" in self.architectures
 
 
 @dataclass(frozen=True)

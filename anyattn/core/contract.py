@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
-from anyattn.core.capabilities import CapabilityRow, Feature
+from anyattn.core.capabilities import CapabilityRow, Feature, Phase
 from anyattn.core.feature_check import layer_features
 from anyattn.core.groups import GroupSet, Space
 from anyattn.core.kv.pools.base import KVPool
@@ -43,11 +43,16 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
 
 _owners = itertools.count(1)
+_PHASES = {
+    ForwardMode.DECODE: Phase.DECODE,
+    ForwardMode.TARGET_VERIFY: Phase.VERIFY,
+    ForwardMode.DRAFT_EXTEND: Phase.DRAFT,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """What a backend is built from: the model's groups, its KV, and the capability row that passed."""
+    """What a backend is built from: the model's groups, its KV, and the capability rows that passed."""
 
     name: str
     groups: GroupSet
@@ -56,8 +61,13 @@ class BackendConfig:
     limits: Limits
     form: TableForm
     row: CapabilityRow
+    rows: Mapping[Phase, CapabilityRow] = field(default_factory=dict)
     dtype: torch.dtype
     deterministic: Determinism = Determinism.NONE
+
+    def row_for(self, mode: ForwardMode) -> CapabilityRow:
+        """The row that passed for the phase of `mode`; `row` where there is none of its own."""
+        return self.rows.get(_PHASES.get(mode, Phase.PREFILL), self.row)
 
 
 class StepBackend(ABC):
@@ -103,17 +113,17 @@ class AttentionBackend(StepBackend):
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
         self.pool, self.table = config.pool, config.table
-        self.features = frozenset(config.row.features)
+        self._features = {mode: frozenset(config.row_for(mode).features) for mode in ForwardMode}
         self.owner = next(_owners)
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
         self._buffers: StepBuffers | None = None
-        self._known_layers: dict[int, AttentionLayer] = {}
+        self._known_layers: dict[tuple[int, ForwardMode], AttentionLayer] = {}
 
     # -- preparation ---------------------------------------------------------------------------------
 
     def traits(self, mode: ForwardMode) -> Traits:
         """From the capability row; an adapter overrides what a row cannot say."""
-        row = self.config.row
+        row = self.config.row_for(mode)
         return Traits(
             host_lengths=HostLengthNeed(row.host_lengths),
             graph=GraphSupport(row.graph),
@@ -172,7 +182,7 @@ class AttentionBackend(StepBackend):
                 hint="run the prefill chunks and the decode rows as two batches",
             )
         if batch.mask is not None:
-            self._require(Feature.EXPLICIT_MASK, "an explicit mask")
+            self._require(Feature.EXPLICIT_MASK, batch.forward_mode, "an explicit mask")
 
     # -- compute -------------------------------------------------------------------------------------
 
@@ -207,10 +217,10 @@ class AttentionBackend(StepBackend):
         self._check_plan(plan, batch, layer)
         q3, k3, v3 = checked_heads(q, k, v, layer.spec, plan.key.num_tokens, self.config.dtype)
         result, out3 = output_like(q, layer.spec, out, self.config.dtype)
-        lse = self._lse_buffer(q3, return_lse, lse_out)
+        lse = self._lse_buffer(q3, return_lse, lse_out, batch.forward_mode)
         if inputs is not None:
-            for field, feature in inputs.features():
-                self._require(feature, f"LayerInputs.{field}")
+            for name, feature in inputs.features():
+                self._require(feature, batch.forward_mode, f"LayerInputs.{name}")
         if batch.forward_mode is ForwardMode.IDLE:
             return LayerOutput(result, lse)
         stored = self._store(layer, k3, v3, plan, save_kv_cache)
@@ -243,12 +253,13 @@ class AttentionBackend(StepBackend):
                 allowed=f"batch {key.serial} ({key.mode.value}, {key.num_tokens} tokens)",
                 hint="call init_forward_metadata for this batch and enter forward_context with its plan",
             )
-        if self._known_layers.get(layer.layer_id) is not layer:
-            self._check_layer(layer)
-            self._known_layers[layer.layer_id] = layer
+        known = (layer.layer_id, key.mode)
+        if self._known_layers.get(known) is not layer:
+            self._check_layer(layer, key.mode)
+            self._known_layers[known] = layer
 
-    def _check_layer(self, layer: AttentionLayer) -> None:
-        """Once per layer: its plan group is planned, for at least its heads, with its features."""
+    def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> None:
+        """Once per layer and mode: its plan group is planned, for its heads, with its features."""
         groups = self.config.groups.max_q_heads
         planned = groups.get(layer.plan_group)
         if planned is None or layer.spec.num_q_heads > planned:
@@ -259,19 +270,22 @@ class AttentionBackend(StepBackend):
                 hint="list every layer's AttentionSpec in select()",
             )
         for feature in layer_features(layer.spec):
-            self._require(feature, f"layer {layer.layer_id}")
+            self._require(feature, mode, f"layer {layer.layer_id}")
         check_storage(self.pool, layer)
 
-    def _require(self, feature: Feature, who: str) -> None:
-        if feature not in self.features:
+    def _require(self, feature: Feature, mode: ForwardMode, who: str) -> None:
+        declared = self._features[mode]
+        if feature not in declared:
             raise FeatureError(
-                f"{self.config.name} does not support {feature.value} (asked by {who})",
+                f"{self.config.name} does not support {feature.value} in {mode.value} (asked by {who})",
                 asked=feature.value,
-                allowed=", ".join(sorted(f.value for f in self.features)) or "plain causal attention",
+                allowed=", ".join(sorted(f.value for f in declared)) or "plain causal attention",
                 hint=f"select(..., features=[Feature.{feature.name}]) picks a backend that does",
             )
 
-    def _lse_buffer(self, q: torch.Tensor, wanted: bool, lse_out: torch.Tensor | None) -> torch.Tensor | None:
+    def _lse_buffer(
+        self, q: torch.Tensor, wanted: bool, lse_out: torch.Tensor | None, mode: ForwardMode
+    ) -> torch.Tensor | None:
         if not wanted:
             if lse_out is not None:
                 raise BatchError(
@@ -281,7 +295,7 @@ class AttentionBackend(StepBackend):
                     hint="pass return_lse=True, or no lse_out",
                 )
             return None
-        self._require(Feature.LSE, "return_lse")
+        self._require(Feature.LSE, mode, "return_lse")
         return lse_like(q, lse_out)
 
     def _store(
@@ -300,7 +314,7 @@ class AttentionBackend(StepBackend):
             return False
         check_owns_kv(layer)
         if not save:
-            self._require(Feature.NO_CACHE_WRITE, "save_kv_cache=False")
+            self._require(Feature.NO_CACHE_WRITE, plan.key.mode, "save_kv_cache=False")
             return False
         space = Space.ENCODER if kind is AttentionKind.CROSS else Space.FULL
         loc = plan.write_locs.get(space)

@@ -102,7 +102,9 @@ def _check_form(row: CapabilityRow) -> None:
     assert row.method.strip(), "the decision shows which inner kernel runs"
     assert row.phases
     assert len(row.kinds) == 1
-    assert set(row.architectures) <= set(architectures.KNOWN)
+    named = set(row.architectures) - set(architectures.ANY_ACCELERATOR)
+    assert named <= set(architectures.KNOWN)
+    assert len(named) == len(row.architectures) or not row.providers + row.requires
     assert len(set(row.architectures)) == len(row.architectures)
     assert set(row.dtypes) <= DTYPES
     assert set(row.kv_dtypes) <= KV_DTYPES

@@ -8,8 +8,8 @@ import os
 
 import pytest
 import torch
-from conftest import Server
-from demo_reference import assert_agrees, cases
+from demo_reference import Case, assert_agrees, cases
+from demo_server import Server
 
 from anyattn.core.batch import ForwardMode
 from anyattn.demo.engine import Engine
@@ -40,10 +40,9 @@ def test_the_capital_of_france(server: Server, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[str(i) for i in range(len(CASES))])
-def test_alone(server: Server, case: object) -> None:
-    reference = CASES[CASES.index(case)]  # type: ignore[arg-type]
-    (answer,), _ = server.generate([reference.prompt_ids], 12)
-    assert_agrees(reference, answer.ids, "alone")
+def test_alone(server: Server, case: Case) -> None:
+    (answer,), _ = server.generate([case.prompt_ids], 12)
+    assert_agrees(case, answer.ids, "alone")
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

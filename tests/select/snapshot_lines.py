@@ -132,7 +132,7 @@ def _why_nobody(name: str, host: str) -> Iterator[str]:
         [model.spec], dtype=dtype_of(host), kv_dtype=_kv_dtype(model, host), device=facts.platform
     )
     for record in registry().records():
-        if any(facts.target in row.architectures for row in record.rows):
+        if any(row.serves(facts.target) for row in record.rows):
             verdict = validate(record, Phase.PREFILL, request, facts)
             assert isinstance(verdict, Rejected)
             reason = verdict.reasons[0]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from anyattn.core.capabilities import Feature, ModelKind, Phase
+from anyattn.core.feature_check import layer_features
 from anyattn.core.select.codec import from_plain, to_plain
-from anyattn.core.spec import AttentionKind, AttentionSpec, Limits
+from anyattn.core.spec import AttentionSpec, Limits
 from anyattn.core.traits import Determinism
 from anyattn.errors import ConfigError, UnknownNameError
 
-__all__ = ["DTYPES", "Request", "canonical_dtype", "spec_features"]
+__all__ = ["DTYPES", "Request", "canonical_dtype"]
 
 DTYPES = (
     "float64",
@@ -46,13 +46,6 @@ _SHORT = {
     "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
 
-_KIND_FEATURES = {
-    AttentionKind.BIDIRECTIONAL: Feature.BIDIRECTIONAL,
-    AttentionKind.ENCODER_ONLY: Feature.ENCODER_ONLY,
-    AttentionKind.CROSS: Feature.CROSS,
-}
-
-
 def canonical_dtype(name: object) -> str:
     """The torch name, without `torch.`, of a dtype, a torch name or a usual short form (`bf16`, `fp8_e4m3`).
 
@@ -64,23 +57,6 @@ def canonical_dtype(name: object) -> str:
     if text not in DTYPES:
         raise UnknownNameError("dtype", text, DTYPES)
     return text
-
-
-def spec_features(spec: AttentionSpec) -> frozenset[Feature]:
-    """Features that one layer asks for beyond plain causal attention with scale 1/sqrt(D).
-
-    MLA always carries a scale of its own, so there it isn't a feature.
-    """
-    plain_scale = math.isclose(spec.scale, 1.0 / math.sqrt(spec.head_dim), rel_tol=1e-6)
-    wanted = {
-        Feature.WINDOW: spec.sliding_window is not None,
-        Feature.LOGIT_CAP: spec.logit_cap is not None,
-        Feature.SINKS: spec.sinks,
-        Feature.CUSTOM_SCALE: spec.mla is None and not plain_scale,
-    }
-    if spec.kind in _KIND_FEATURES:
-        wanted[_KIND_FEATURES[spec.kind]] = True
-    return frozenset(feature for feature, asked in wanted.items() if asked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +126,7 @@ class Request:
     @cached_property
     def wanted(self) -> frozenset[Feature]:
         """`features` and what the specs imply."""
-        return self.features.union(*(spec_features(s) for s in self.distinct_specs))
+        return self.features.union(*(layer_features(s) for s in self.distinct_specs))
 
     @property
     def speculative(self) -> bool:

@@ -38,7 +38,7 @@ def _union(rows: Iterable[CapabilityRow], attribute: str) -> str:
 def _peers(record: BackendRecord, phase: Phase, kinds: Kinds, facts: HostFacts) -> list[CapabilityRow]:
     """Rows for this model kind, phase and chip: only their details say anything about the request."""
     target = facts.target
-    return [r for r in record.rows if phase in r.phases and target in r.architectures and kinds <= {*r.kinds}]
+    return [r for r in record.rows if phase in r.phases and r.serves(target) and kinds <= {*r.kinds}]
 
 
 def _structural(record: BackendRecord, phase: Phase, kinds: Kinds, facts: HostFacts) -> Reason:

@@ -23,19 +23,26 @@ VerifyRoute = Literal["prefill", "decode"]
 class HybridBackend(StepBackend):
     """Routes each mode to one child; a plan of the hybrid *is* the child's plan.
 
-    DECODE and IDLE go to `decode`, TARGET_VERIFY to the child that `verify` names, all else to `prefill`.
+    DECODE and IDLE go to `decode`, TARGET_VERIFY to `verify` (one of the two by name, or a third
+    backend), all else to `prefill`.
     """
 
     def __init__(
-        self, prefill: AttentionBackend, decode: AttentionBackend, verify: VerifyRoute = "prefill"
+        self,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
+        verify: VerifyRoute | AttentionBackend = "prefill",
     ) -> None:
         """Raises `ConfigError` if the children don't share one pool and request table."""
-        if prefill.pool is not decode.pool or prefill.table is not decode.table:
-            raise ConfigError("the backends of a hybrid share one pool and one request table")
-        if verify not in ("prefill", "decode"):
-            raise ConfigError("verify route", asked=verify, allowed="prefill, decode")
+        if isinstance(verify, str) and verify not in ("prefill", "decode"):
+            raise ConfigError("verify route", asked=verify, allowed="prefill, decode, or a backend")
+        if isinstance(verify, str):
+            verify = decode if verify == "decode" else prefill
         self.prefill, self.decode, self.verify = prefill, decode, verify
-        self.children = (prefill, decode)
+        distinct = tuple(dict.fromkeys((prefill, decode, verify)))
+        self.children = distinct
+        if any(c.pool is not prefill.pool or c.table is not prefill.table for c in distinct):
+            raise ConfigError("the backends of a hybrid share one pool and one request table")
         self.pool, self.table = prefill.pool, prefill.table
 
     def child(self, mode: ForwardMode) -> AttentionBackend:
@@ -43,7 +50,7 @@ class HybridBackend(StepBackend):
         if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
             return self.decode
         if mode is ForwardMode.TARGET_VERIFY:
-            return self.decode if self.verify == "decode" else self.prefill
+            return self.verify
         return self.prefill
 
     def traits(self, mode: ForwardMode) -> Traits:
@@ -60,9 +67,9 @@ class HybridBackend(StepBackend):
         self.child(plan.key.mode).init_forward_metadata_in_graph(plan)
 
     def init_cuda_graph_state(self, limits: Limits) -> None:
-        """Both children: either may serve captured modes."""
-        self.prefill.init_cuda_graph_state(limits)
-        self.decode.init_cuda_graph_state(limits)
+        """All children: any may serve captured modes."""
+        for child in self.children:
+            child.init_cuda_graph_state(limits)
 
     def get_cuda_graph_seq_len_fill_value(self, mode: ForwardMode, tokens_per_request: int) -> int:
         """The serving child's."""
