@@ -55,11 +55,11 @@ def spec(window: int | None = None, kind: AttentionKind = AttentionKind.CAUSAL) 
 
 
 def fill_table(table: RequestTable, rng: random.Random) -> None:
-    """Random slots, negative ones among them."""
+    """Random slots, a third of them negative: a page number is rounded down, not towards zero."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     assert table.encoder_to_token is not None
     for cells in (table.req_to_token, table.encoder_to_token):
-        cells.copy_(torch.randint(-40, 1 << 20, cells.shape, generator=generator))
+        cells.copy_(torch.randint(-500, 1000, cells.shape, generator=generator))
 
 
 def lengths(rng: random.Random, count: int, longest: int) -> tuple[list[int], list[int]]:

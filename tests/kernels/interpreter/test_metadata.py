@@ -100,6 +100,17 @@ def test_padded_requests_without_tokens() -> None:
     assert plan.prefix_lens.tolist() == [8, -1, -1]
 
 
+def test_lengths_beyond_the_table_read_its_last_column() -> None:
+    """Not legal, but it must not read foreign memory either."""
+    rng = random.Random(8)
+    made = compiler(FORMS[1], [spec()])
+    fill_table(made.table, rng)
+    beyond = torch.tensor([SMALL.max_context + 9, 5])
+    batch = ForwardBatch.decode([0, 1], [9, 5], [20, 21]).view(seq_lens=beyond, host_lens=UpperBound(80))
+    (table,) = assert_same(made, batch, small(made)).tables.values()
+    assert table.csr[1][63:73].unique().numel() == 1
+
+
 def test_no_tokens_at_all() -> None:
     made = compiler(FORMS[1], FULL_AND_WINDOW)
     batch = ForwardBatch.extend([0, 1], [4, 0], [0, 0], torch.empty(0, dtype=torch.int64))
