@@ -19,6 +19,7 @@ from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
+from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["TritonAttention"]
 
@@ -41,6 +42,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(config)
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
+        self.compiler.filler = FusedFiller(self.table)
         self._caches: dict[int, kernels.Cache] = {}
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
 
