@@ -55,17 +55,36 @@ class Cell:
 
 
 DECODE = (
-    Cell(1, 1023), Cell(1, 8191), Cell(16, 8191), Cell(64, 8191), Cell(256, 1023), Cell(8, 65535),
-    Cell(128, 2047), Cell(64, 8191, num_q=64), Cell(64, 8191, num_q=8, num_kv=1),
-    Cell(64, 4095, num_q=28, num_kv=4), Cell(64, 4095, num_kv=32), Cell(64, 8191, page=1), Cell(64, 8191, page=64), Cell(16, 8191, dim=64),
+    Cell(1, 1023),
+    Cell(1, 8191),
+    Cell(16, 8191),
+    Cell(64, 8191),
+    Cell(256, 1023),
+    Cell(8, 65535),
+    Cell(128, 2047),
+    Cell(64, 8191, num_q=64),
+    Cell(64, 8191, num_q=8, num_kv=1),
+    Cell(64, 4095, num_q=28, num_kv=4),
+    Cell(64, 4095, num_kv=32),
+    Cell(64, 8191, page=1),
+    Cell(64, 8191, page=64),
+    Cell(16, 8191, dim=64),
     Cell(16, 8191, num_q=16, dim=256),
-)  # fmt: skip
+)
 
 EXTEND = (
-    Cell(1, 0, 8192), Cell(8, 0, 4096), Cell(32, 0, 1024), Cell(1, 0, 32768), Cell(8, 16384, 512),
-    Cell(64, 2048, 64), Cell(64, 2048, 4), Cell(1, 0, 8192, num_q=64), Cell(1, 0, 8192, num_q=8, num_kv=1),
-    Cell(1, 0, 8192, page=64), Cell(1, 0, 8192, dim=64),
-)  # fmt: skip
+    Cell(1, 0, 8192),
+    Cell(8, 0, 4096),
+    Cell(32, 0, 1024),
+    Cell(1, 0, 32768),
+    Cell(8, 16384, 512),
+    Cell(64, 2048, 64),
+    Cell(64, 2048, 4),
+    Cell(1, 0, 8192, num_q=64),
+    Cell(1, 0, 8192, num_q=8, num_kv=1),
+    Cell(1, 0, 8192, page=64),
+    Cell(1, 0, 8192, dim=64),
+)
 
 
 def copies_of(cell: Cell, device: torch.device) -> int:
