@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from anyattn.demo.session import Session
     from anyattn.demo.showcase import before
 
-    device = args.device or _default_device()
+    device = _device(args.device)
     session = Session(dtype=_dtype(args.dtype, device), device=device)
 
     def on_ready(engine: Engine) -> None:
@@ -141,10 +141,18 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-def _default_device() -> str:
+def _device(name: str | None) -> str:
+    """The device asked for, once it was found to be there; else an accelerator, else the CPU."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError("device for this torch", asked=name, hint=f"use --device cpu ({reason})") from error
+    return name
 
 
 def _dtype(name: str | None, device: str) -> torch.dtype:

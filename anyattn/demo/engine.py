@@ -96,12 +96,13 @@ class Engine:
 
     def __init__(self, model: LlamaModel, config: EngineConfig, *, eos_id: int | None = None) -> None:
         self.model, self.config = model, config
-        longest = config.max_context or model.max_context
+        longest = model.max_context if config.max_context is None else config.max_context
         chunk = config.max_batch * longest if config.chunk is None else config.chunk
         self.decision = _decide(model, config, chunk, longest)
         page = self.decision.kv.page_size
         context = pages_for(longest, page) * page
-        slots = pages_for(config.kv_tokens or config.max_batch * context, page) * page
+        tokens = config.max_batch * context if config.kv_tokens is None else config.kv_tokens
+        slots = pages_for(tokens, page) * page
         self.pool = anyattn.kv.create_pool(self.decision, num_slots=slots)
         self.table = anyattn.kv.RequestTable(
             max_requests=config.max_batch, max_context=context, device=self.pool.device

@@ -13,7 +13,7 @@ from anyattn.errors import ConfigError
 
 __all__ = ["LlamaModel", "Rotary"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rotary:
@@ -98,8 +98,8 @@ class LlamaModel:
         device: torch.device | str = "cpu",
         max_context: int | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError("dtype of the demo model", asked=dtype, allowed=", ".join(map(str, DTYPES)))
+        if dtype not in _DTYPES:
+            raise ConfigError("dtype of the demo model", asked=dtype, allowed=", ".join(map(str, _DTYPES)))
         config = checkpoint.config
         self.max_context = max_context or config.max_context
         if self.max_context > config.max_context:

@@ -66,8 +66,9 @@ class Scheduler:
         mixed: bool = True,
         eos_id: int | None = None,
     ) -> None:
-        if chunk < 1 or max_requests < 1:
-            raise ConfigError("chunk and max_requests", asked=(chunk, max_requests), allowed=">= 1")
+        for name, value in (("chunk", chunk), ("max_requests", max_requests)):
+            if value < 1:
+                raise ConfigError(f"{name} of the scheduler", asked=value, allowed=">= 1")
         self.cache, self.page_size = cache, cache.allocator.page_size
         self.max_context, self.chunk, self.mixed, self.eos_id = max_context, chunk, mixed, eos_id
         self.waiting: deque[GenerationRequest] = deque()

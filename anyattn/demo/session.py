@@ -107,8 +107,8 @@ class Session:
 def _fitted(config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams) -> EngineConfig:
     """No more rows and context than these prompts can use."""
     longest = max((len(ids) for ids in prompts), default=1) + params.max_new_tokens
-    batch = max(1, min(config.max_batch, len(prompts)))
-    context = config.max_context or longest
+    batch = min(config.max_batch, max(1, len(prompts)))
+    context = longest if config.max_context is None else config.max_context
     chunk = context * batch if config.chunk is None else min(config.chunk, context * batch)
     return replace(config, max_batch=batch, max_context=context, chunk=chunk)
 

@@ -129,8 +129,9 @@ def test_what_cannot_be_served_is_refused(server: Server) -> None:
         server.generate([[1]], 4, chunk=0)
     with pytest.raises(UnknownNameError, match="torch_native"):
         server.generate([[1]], 4, backend="torch_natve")
-    with pytest.raises(AnyattnError):
-        server.generate([[1]], 4, page_size=0)
+    for impossible in ({"page_size": 0}, {"max_batch": 0}, {"kv_tokens": 0}, {"max_context": 0}):
+        with pytest.raises(AnyattnError):
+            server.generate([[1]], 4, **impossible)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

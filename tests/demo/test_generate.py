@@ -116,6 +116,12 @@ def test_an_unknown_dtype_names_the_known_ones() -> None:
         generate.run(parsed("--prompt", "x", "--dtype", "bf16"))
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_an_error(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"asked: {device}"):
+        generate.run(parsed("--prompt", "x", "--device", device))
+
+
 def test_sampling_options() -> None:
     assert generate._params(parsed()).greedy
     assert generate._params(parsed("--temperature", "0")).greedy
