@@ -16,6 +16,7 @@ from benchmarks.harness import Candidate
 __all__ = ["decode_peers", "extend_peers"]
 
 _WORKSPACE = 256 << 20
+_CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
 
 def _have(module: str) -> bool:
@@ -39,7 +40,9 @@ def decode_peers(scene: Scene) -> list[Candidate]:
     """FlashInfer with and without tensor cores, FA3 with scheduler metadata."""
     found = []
     if _have("flashinfer"):
-        found += [_flashinfer_decode(scene, tensor_cores=True), _flashinfer_decode(scene, tensor_cores=False)]
+        found.append(_flashinfer_decode(scene, tensor_cores=True))
+        if scene.cell.num_q // scene.cell.num_kv in _CUDA_CORE_GROUPS:
+            found.append(_flashinfer_decode(scene, tensor_cores=False))
     if _have("flash_attn_interface"):
         found.append(_fa3(scene))
     return found

@@ -101,7 +101,7 @@ class TritonAttention(AttentionBackend):
         plan, table = call.plan, call.table
         cross = call.layer.spec.kind is AttentionKind.CROSS
         # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
-        in_pool = call.stored and (cross or self._exact_kv(call.layer.layer_id))
+        in_pool = call.stored and self._exact_kv(call.layer.layer_id)
         direct = call.k is not None and not in_pool
         pool_lens = None
         if table is not None and not (cross and direct):

@@ -32,7 +32,8 @@ class Cache:
     """Paged K and V of one layer with their strides, whatever the layout.
 
     `k`, `v`: storage; strides in elements between pages, rows of a page and heads. `k_scale`, `v_scale`:
-    float32 `[1]` or `[Hkv]` on the device.
+    float32 `[1]` or `[Hkv]` on the device. `slot_map`: int32 `[S]`, request tables list slots of another pool
+    and `slot_map[slot]` is the one here; None = no translation.
     """
 
     k: torch.Tensor
@@ -43,18 +44,29 @@ class Cache:
     k_scale: torch.Tensor
     v_scale: torch.Tensor
     scaled: bool
+    slot_map: torch.Tensor | None = None
+
+    @property
+    def flat(self) -> bool:
+        """Slot s lies at `s * row stride`."""
+        return all(s[0] == s[1] * self.page for s in (self.k_strides, self.v_strides))
+
+    @property
+    def wide(self) -> bool:
+        """Element offsets pass 2^31."""
+        return max(self.k.numel(), self.v.numel()) >= 1 << 31
 
     @staticmethod
     def of(
         k: torch.Tensor, v: torch.Tensor, layout: str, k_scale: torch.Tensor, v_scale: torch.Tensor,
-        scaled: bool,
+        scaled: bool, slot_map: torch.Tensor | None = None,
     ) -> Cache:  # fmt: skip
         """From `[pages, P, Hkv, D]` (NHD) or `[pages, Hkv, P, D]` (HND)."""
         row, head = (1, 2) if layout == "NHD" else (2, 1)
         return Cache(
             k, v,
             (k.stride(0), k.stride(row), k.stride(head)), (v.stride(0), v.stride(row), v.stride(head)),
-            k.shape[row], k_scale, v_scale, scaled,
+            k.shape[row], k_scale, v_scale, scaled, slot_map,
         )  # fmt: skip
 
 
@@ -140,7 +152,7 @@ def decode(
     splits = config.num_splits if split else 1
     grid = (q.shape[0] * decode_programs(heads) * splits,)
     args = (
-        q, cache.k, cache.v, source, req_rows, kv_start, kv_lens, cache.k_scale, cache.v_scale, sinks,
+        q, cache.k, cache.v, source, cache.slot_map, req_rows, kv_start, kv_lens, cache.k_scale, cache.v_scale, sinks,
         out, lse_arg, part_out, part_lse,
         q.stride(0), q.stride(1), *cache.k_strides, *cache.v_strides, source.stride(0),
         out.stride(0), out.stride(1), lse_arg.stride(0),
@@ -154,6 +166,7 @@ def decode(
         "BLOCK_H": _block_h(heads), "BLOCK_N": config.block_n,
         "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
         "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": split, "UPCAST": _upcast(q.dtype),
+        "FLAT": cache.flat, "WIDE": cache.wide,
     }  # fmt: skip
     launch(decode_kernel, grid, args, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
     if split:
@@ -223,7 +236,7 @@ def extend(
     if cells.dtype is torch.bool:
         cells = cells.view(torch.uint8)
     args = (
-        q, k_arg, v_arg, cache.k, cache.v, source, step.req_rows, step.query_offsets,
+        q, k_arg, v_arg, cache.k, cache.v, source, cache.slot_map, step.req_rows, step.query_offsets,
         step.query_offsets if step.key_offsets is None else step.key_offsets, step.prefix_lens,
         unused if step.pool_lens is None else step.pool_lens,
         unused if step.kv_start is None else step.kv_start,
@@ -246,6 +259,7 @@ def extend(
         "HAS_MASK": step.mask_cells is not None, "HAS_POSITIONS": step.positions is not None,
         "HAS_WINDOW": variant.window is not None, "HAS_CAP": variant.cap is not None,
         "HAS_SINKS": variant.sinks is not None, "WRITE_LSE": lse is not None, "UPCAST": _upcast(q.dtype),
+        "FLAT": cache.flat, "WIDE": cache.wide,
     }  # fmt: skip
     options = {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
     launch(

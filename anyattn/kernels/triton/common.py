@@ -6,16 +6,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["apply_sink", "capped", "page_offsets", "softmax_tile"]
+__all__ = ["apply_sink", "capped", "page_offsets", "softmax_tile", "table_slots"]
 
 
 @triton.jit
-def page_offsets(first, page_stride, row_stride, PAGE: tl.constexpr, SUB: tl.constexpr, N: tl.constexpr):
-    """Element offsets int64 `[N]` of N tokens from the slots `first [N / SUB]` of every SUB-th one.
+def table_slots(table, at, live, slot_map):
+    """Slots of the tokens at columns `at` of a request's row, translated once where there is a map."""
+    slots = tl.load(table + at, mask=live, other=0)
+    if slot_map is not None:
+        slots = tl.load(slot_map + slots, mask=live, other=0)
+    return slots
 
-    SUB consecutive tokens share a page, so one table entry serves them all.
+
+@triton.jit
+def page_offsets(
+    first, page_stride, row_stride, PAGE: tl.constexpr, SUB: tl.constexpr, N: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Element offsets `[N]` of N tokens from the slots `first [N / SUB]` of every SUB-th one.
+
+    SUB consecutive tokens share a page, so one table entry serves them all. FLAT: slots lie at
+    `slot * row_stride` (NHD). WIDE: offsets pass 2^31 and are computed in int64.
     """
-    base = (first // PAGE).to(tl.int64) * page_stride + (first % PAGE) * row_stride
+    if WIDE:
+        first = first.to(tl.int64)
+    if FLAT:
+        base = first * row_stride
+    else:
+        base = (first // PAGE) * page_stride + (first % PAGE) * row_stride
     if SUB == 1:
         flat = base
     else:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile
+from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile, table_slots
 
 __all__ = ["decode_kernel"]
 
 
 @triton.jit
 def decode_kernel(
-    q, k_cache, v_cache, source, req_rows, kv_start, kv_lens, k_scale, v_scale, sinks,
+    q, k_cache, v_cache, source, slot_map, req_rows, kv_start, kv_lens, k_scale, v_scale, sinks,
     out, lse, part_out, part_lse,
     q_t, q_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row, out_t, out_h, lse_t,
     k_scale_h, v_scale_h, scale, cap, window, num_splits, min_tiles, kv_heads,
@@ -21,9 +21,11 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid `(num_splits * head_blocks * Hkv * B,)`, splits fastest.
 
+    `slot_map` translates the table's slots to those of the cache; None: they are the same.
     Partials: `part_out [B, Hq, S, DV]`, `part_lse [B, Hq, S]`, natural log, without sinks.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -67,16 +69,16 @@ def decode_kernel(
     den = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
     entry = tl.arange(0, BLOCK_N // SUB) * SUB
-    ahead = tl.load(table + lo + entry, mask=lo + entry < hi, other=0)
+    ahead = table_slots(table, lo + entry, lo + entry < hi, slot_map)
     for n in range(lo, hi, BLOCK_N):
         slots = ahead  # table entries of the next tile are fetched before this tile's keys
-        ahead = tl.load(table + n + BLOCK_N + entry, mask=n + BLOCK_N + entry < hi, other=0)
+        ahead = table_slots(table, n + BLOCK_N + entry, n + BLOCK_N + entry < hi, slot_map)
         live = n + offs_n < hi
-        k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N)
+        k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         key = tl.load(
             k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0
         )
-        v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N)
+        v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         value = tl.load(
             v_base + v_off[:, None] + offs_dv[None, :],
             mask=live[:, None] & (offs_dv < DV)[None, :],

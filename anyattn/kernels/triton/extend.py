@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile
+from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile, table_slots
 
 __all__ = ["extend_kernel"]
 
@@ -52,7 +52,7 @@ def _seen(
 
 @triton.jit
 def extend_kernel(
-    q, k, v, k_cache, v_cache, source, req_rows,
+    q, k, v, k_cache, v_cache, source, slot_map, req_rows,
     query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
     cells, mask_indptr, k_scale, v_scale, sinks, out, lse,
     q_t, q_h, k_t, k_h, v_t, v_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row,
@@ -63,11 +63,12 @@ def extend_kernel(
     POOL: tl.constexpr, DIRECT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
     PACK query heads of a KV head are rows of one block (`num_heads` is then Hq / PACK). POOL reads
-    `pool_lens` tokens through the table, DIRECT rows `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M //
+    `pool_lens` tokens through the table (and `slot_map`, where there is one), DIRECT rows `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M //
     PACK` tokens a block; `num_blocks >= T // TOKENS + B`.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
@@ -138,15 +139,15 @@ def extend_kernel(
         if CAUSAL and not DIRECT:
             full = tl.minimum(end, prefix + t0 + 1)
         entry = tl.arange(0, BLOCK_N // SUB) * SUB
-        ahead = tl.load(table + start + entry, mask=start + entry < end, other=0)
+        ahead = table_slots(table, start + entry, start + entry < end, slot_map)
         for n in range(start, end, BLOCK_N):
             slots = ahead  # table entries of the next tile are fetched before this tile's keys
-            ahead = tl.load(table + n + BLOCK_N + entry, mask=n + BLOCK_N + entry < end, other=0)
+            ahead = table_slots(table, n + BLOCK_N + entry, n + BLOCK_N + entry < end, slot_map)
             column = n + offs_n
             live = column < end
-            k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N)
+            k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
             key = tl.load(k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & in_d, other=0.0)
-            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N)
+            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
             value = tl.load(v_base + v_off[:, None] + offs_dv[None, :], mask=live[:, None] & in_dv, other=0.0)
             key = key.to(query.dtype)
             value = value.to(query.dtype)

@@ -19,7 +19,7 @@ def _store(x, x_t, x_h, cache, c_page, c_row, c_head, scale, scale_h, t, slot, l
     live = offs < HEADS * D
     value = tl.load(x + t * x_t + head * x_h + dim, mask=live)
     if SCALED:
-        value = value.to(tl.float32) / tl.load(scale + head * scale_h, mask=live, other=1.0)
+        value = tl.div_rn(value.to(tl.float32), tl.load(scale + head * scale_h, mask=live, other=1.0))
     if SATURATE:
         wide = value.to(tl.float32)
         # A NaN must stay visible: only numbers are clamped.
