@@ -120,8 +120,9 @@ def _facts(
         return requests, None, None
     if case.padding and case.mode == "extend":
         masks.append(torch.empty(0, 0))
-    positions = [int(p) for r in requests for p in r.positions or ()]
-    return requests, anyattn.ExplicitMask.from_matrices(masks), positions if case.mask == "tree" else None
+    positions = [int(p) for r in requests for p in r.positions or range(r.prefix, r.prefix + r.num_queries)]
+    given = positions if case.mode == "verify" else None
+    return requests, anyattn.ExplicitMask.from_matrices(masks), given
 
 
 def _mask(world: World, cached: int, new: int) -> tuple[torch.Tensor | None, list[int] | None]:

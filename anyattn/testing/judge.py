@@ -91,7 +91,8 @@ def _outputs(step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _storage(world: World) -> list[torch.Tensor]:
-    return [c.view(torch.uint8).clone() for c in (world.pool.key_cache(0), world.pool.value_cache(0))]
+    caches = world.pool.key_cache(world.layer_id), world.pool.value_cache(world.layer_id)
+    return [c.view(torch.uint8).clone() for c in caches]
 
 
 def _storage_faults(step: Step, before: list[torch.Tensor]) -> list[str]:

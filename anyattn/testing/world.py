@@ -11,15 +11,17 @@ from collections.abc import Sequence
 import torch
 
 import anyattn
-from anyattn.core.capabilities import Feature
+from anyattn import api
+from anyattn.core.capabilities import Feature, Phase
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 from anyattn.testing.cases import Case
 from anyattn.testing.oracle import stored_values
 
-__all__ = ["World", "place_requests", "raw_kv"]
+__all__ = ["World", "case_features", "place_requests", "raw_kv"]
 
 _SPARE_PAGES = 3  # owned by nobody and full of NaN
 
@@ -81,8 +83,11 @@ class World:
     such a slot, so reading too far shows.
 
     Args:
-        backend: name given to `select`; spare: tokens that each request may still grow by.
+        backend: name given to `select`, for the phases that it serves; spare: tokens that each request may
+            still grow by.
         raw_prefix: prior KV is put into storage by this class; otherwise by the pool's own `write`.
+        specs: layers of the model where the case's isn't the only one; it is number `layer_id`.
+        deterministic: as in `select`.
     """
 
     def __init__(
@@ -93,8 +98,12 @@ class World:
         device: str = "cpu",
         spare: int = 0,
         raw_prefix: bool = False,
+        specs: Sequence[AttentionSpec] | None = None,
+        layer_id: int = 0,
+        deterministic: str | None = None,
     ) -> None:
         self.case, self.device, self.raw_prefix = case, torch.device(device), raw_prefix
+        self.layer_id = layer_id
         self.rng = random.Random(case.seed)
         self.generator = torch.Generator().manual_seed(case.seed)
         self.dtype, self.kv_dtype = torch_dtype(case.dtype), torch_dtype(case.kv_dtype)
@@ -104,15 +113,16 @@ class World:
         self.slots, self.encoder_slots = slots[: len(capacity)], slots[len(capacity) :]
         self.max_context, self.max_encoder = max(1, *capacity) + 3, max(encoder, default=0)
         self.decision = anyattn.select(
-            [case.spec()],
+            [case.spec()] if specs is None else specs,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=device,
             page_size=case.page_size,
             layout=case.layout,
-            backend=backend,
-            features=_features(case),
+            features=case_features(case),
             limits=self._limits(),
+            deterministic=deterministic,
+            **_choices(backend, device),
         )
         self.pool = anyattn.kv.create_pool(
             self.decision, num_slots=pages * case.page_size, k_scale=case.k_scale, v_scale=case.v_scale
@@ -159,7 +169,7 @@ class World:
     def _make_layer(self) -> anyattn.AttentionLayer:
         sinks = torch.randn(self.case.num_q_heads, generator=self.generator) if self.case.sinks else None
         self.sinks = sinks
-        return anyattn.AttentionLayer(self.case.spec(), 0, sinks=sinks).to(self.device)
+        return anyattn.AttentionLayer(self.case.spec(), self.layer_id, sinks=sinks).to(self.device)
 
     def _poison(self) -> None:
         case, pool = self.case, self.pool
@@ -168,7 +178,7 @@ class World:
         self.values = torch.full((*shape, case.v_head_dim), torch.nan, dtype=torch.float64)
         nan_tail = self.backend.traits(anyattn.ForwardMode.EXTEND).tolerates_nan_tail
         owned_pages = torch.cat([*self.slots, *self.encoder_slots]) // case.page_size
-        for cache in (pool.key_cache(0), pool.value_cache(0)):
+        for cache in (pool.key_cache(self.layer_id), pool.value_cache(self.layer_id)):
             cache.copy_(torch.full(cache.shape, torch.nan).to(cache.dtype))
             if not nan_tail:
                 cache[owned_pages.to(self.device)] = torch.zeros((), dtype=cache.dtype, device=self.device)
@@ -200,10 +210,10 @@ class World:
         v = self.random(count, case.num_kv_heads, case.v_head_dim)
         self.expect(slots, k, v)
         if not self.raw_prefix:
-            self.pool.write(0, slots.to(self.device), k.to(self.device), v.to(self.device))
+            self.pool.write(self.layer_id, slots.to(self.device), k.to(self.device), v.to(self.device))
             return
         for cache, copy, scale in zip(
-            raw_kv(self.pool), (self.keys, self.values), (case.k_scale, case.v_scale), strict=True
+            raw_kv(self.pool, self.layer_id), (self.keys, self.values), (case.k_scale, case.v_scale), strict=True
         ):
             factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1)
             stored = (copy[slots] / factor.double()).to(self.kv_dtype).to(self.device)
@@ -214,14 +224,24 @@ class World:
         """What the pool's storage holds at `slots`, read by layout, scaled: float64 `[n, Hkv, size]`."""
         at = slots.to(self.device)
         read = []
-        for cache, scale in zip(raw_kv(self.pool), (self.case.k_scale, self.case.v_scale), strict=True):
+        for cache, scale in zip(raw_kv(self.pool, self.layer_id), (self.case.k_scale, self.case.v_scale), strict=True):
             factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1).double()
             rows = cache[at // self.case.page_size, at % self.case.page_size]
             read.append(rows.cpu().to(torch.float64) * factor)
         return read[0], read[1]
 
 
-def _features(case: Case) -> list[Feature]:
+def _choices(backend: str | None, device: str) -> dict[str, str]:
+    """`backend` for every phase, or by name for those that it serves where it serves some only."""
+    if backend is None:
+        return {}
+    target, serving = api.host_facts(device).target, (Phase.PREFILL, Phase.DECODE)
+    rows = [row for row in api.registry().get(backend).rows if row.serves(target)]
+    served = [phase.value for phase in serving if any(phase in row.phases for row in rows)]
+    return dict.fromkeys(served, backend) if len(served) == 1 else {"backend": backend}
+
+
+def case_features(case: Case) -> list[Feature]:
     """Features of the calls, beyond what the spec says."""
     wanted = {
         Feature.LSE: case.return_lse,
