@@ -10,6 +10,7 @@ from torch import nn
 from anyattn.core.call import LayerInputs
 from anyattn.core.context import current_context
 from anyattn.core.groups import PlanGroup
+from anyattn.core.mla import MLAExpand, out_size
 from anyattn.core.ops import attention, register_layer
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import ConfigError
@@ -27,9 +28,17 @@ class AttentionLayer(nn.Module):
         spec: what this layer asks for. layer_id: its number in the pool.
         plan_group: fixed at creation. key: process-wide integer for compiled code.
         sinks: `[Hq]` sink logits where `spec.sinks`.
+        mla_expand: takes latents to keys and values of every head; materialised steps need it.
     """
 
-    def __init__(self, spec: AttentionSpec, layer_id: int, sinks: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layer_id: int,
+        sinks: torch.Tensor | None = None,
+        *,
+        mla_expand: MLAExpand | None = None,
+    ) -> None:
         """Raises `ConfigError` if `sinks` disagrees with the spec."""
         super().__init__()
         if spec.sinks != (sinks is not None) or (sinks is not None and sinks.shape != (spec.num_q_heads,)):
@@ -46,6 +55,7 @@ class AttentionLayer(nn.Module):
         self.key = register_layer(self)
         self.sinks: torch.Tensor | None
         self.register_buffer("sinks", sinks, persistent=False)
+        self.mla_expand = mla_expand
 
     def forward(
         self,
@@ -65,6 +75,8 @@ class AttentionLayer(nn.Module):
         Args:
             q: `[T, Hq, D]` or `[T, Hq * D]`; the output has its rank. May be a strided slice.
             k, v: `[T, Hkv, D]` / `[T, Hkv, Dv]`, flat or not; both None = read everything from the pool.
+                MLA: k is `[T, 1, rank + rope]` (or `[T, 1, rank]` with `inputs.k_rope`), v None; q and the
+                output have the sizes of `plan.mla_method`.
             save_kv_cache: store k and v. False = attend to them without storing them.
             return_lse: also return the natural-log LSE, float32 `[T, Hq]`, sinks included.
             out, lse_out: written and returned instead of fresh tensors.
@@ -102,7 +114,8 @@ class AttentionLayer(nn.Module):
         if inputs is not None:
             raise ConfigError("LayerInputs under torch.compile", hint="call the layer eagerly")
         flat = q.dim() == 2
-        heads, v_dim, tokens = self.spec.num_q_heads, self.spec.v_head_dim, q.shape[0]
+        heads, tokens = self.spec.num_q_heads, q.shape[0]
+        v_dim = out_size(self.spec, q.shape[1] // heads if flat else q.shape[2])
         if out is None:
             shape = (tokens, heads * v_dim) if flat else (tokens, heads, v_dim)
             out = q.new_empty(shape)

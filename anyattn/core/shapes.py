@@ -39,8 +39,9 @@ def checked_heads(
     spec: AttentionSpec,
     tokens: int,
     dtype: torch.dtype,
+    q_dim: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """q, k, v as `[T, H, D]` views.
+    """q, k, v as `[T, H, D]` views. `q_dim`: the query's size where it isn't the spec's (expanded latents).
 
     Raises:
         BatchError: wrong shape or dtype, k without v. Cross-attention keys have the encoder's length.
@@ -52,7 +53,7 @@ def checked_heads(
             allowed="both, or None for both",
             hint="None for both reads everything from the pool",
         )
-    q3 = _heads(q, "q", tokens, spec.num_q_heads, spec.head_dim)
+    q3 = _heads(q, "q", tokens, spec.num_q_heads, q_dim or spec.head_dim)
     kv_tokens = None if spec.kind is AttentionKind.CROSS else tokens
     k3 = None if k is None else _heads(k, "k", kv_tokens, spec.num_kv_heads, spec.head_dim)
     v3 = None if v is None else _heads(v, "v", kv_tokens, spec.num_kv_heads, spec.v_head_dim)
