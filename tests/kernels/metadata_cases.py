@@ -87,6 +87,21 @@ def random_batch(
     return batch if exact else batch.view(host_lens=UpperBound(table.max_context, table.max_context))
 
 
+def bounded_decode(table: RequestTable, rng: random.Random, count: int = 24) -> ForwardBatch:
+    """A decode step as a graph captures it: no size follows a length.
+
+    Decoder lengths are bounded and encoder lengths stand on the device, so tables are as large as the
+    bounds make them, whatever the lengths. With encoder lengths on the host they'd be sized for this step.
+    """
+    rows = rng.sample(range(table.max_requests), count)
+    seq = [rng.randint(1, table.max_context) for _ in rows]
+    encoder = torch.tensor(
+        [rng.randint(0, table.max_encoder) for _ in rows], dtype=torch.int64, device=table.req_to_token.device
+    )
+    batch = ForwardBatch.decode(rows, seq, list(range(count)), encoder_lens=encoder)
+    return batch.view(host_lens=UpperBound(table.max_context))
+
+
 def outputs(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything that `fill` writes."""
     yield "prefix_lens", plan.prefix_lens
@@ -120,7 +135,7 @@ def filled(
 def assert_equal(want: Plan, got: Plan) -> None:
     """Every output, every bit."""
     for (name, a), (_, b) in zip(outputs(want), outputs(got), strict=True):
-        assert a.dtype == b.dtype, name
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         if not torch.equal(a, b):
             at = (a != b).nonzero()[0].tolist()
             raise AssertionError(f"{name} at {at}: want {a[tuple(at)]}, got {b[tuple(at)]}; {tuple(a.shape)}")

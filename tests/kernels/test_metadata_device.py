@@ -10,9 +10,19 @@ pytest.importorskip("triton", reason="the portable extra isn't installed")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from metadata_cases import FORMS, assert_equal, assert_same, compiler, fill_table, poison, random_batch, spec
+from metadata_cases import (
+    FORMS,
+    assert_equal,
+    assert_same,
+    bounded_decode,
+    compiler,
+    fill_table,
+    poison,
+    random_batch,
+    spec,
+)
 
-from anyattn.core.batch import ForwardBatch, UpperBound
+from anyattn.core.batch import ForwardBatch
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.plan import TableForm
@@ -60,16 +70,8 @@ def test_no_sync_no_allocation_and_replay_follows_the_lengths(made: MetadataComp
     rng = random.Random(3)
     fill_table(made.table, rng)
     buffers = StepBuffers(LIMITS, made.form, made.device)
-    bound = UpperBound(LIMITS.max_context)
     fused = FusedFiller(made.table)
-
-    def decode(count: int = 24) -> ForwardBatch:
-        rows = rng.sample(range(LIMITS.max_requests), count)
-        seq = [rng.randint(1, LIMITS.max_context) for _ in rows]
-        enc = [rng.randint(0, made.table.max_encoder) for _ in rows]
-        return ForwardBatch.decode(rows, seq, list(range(count)), encoder_lens=enc).view(host_lens=bound)
-
-    captured = made.prepare(decode(), buffers)
+    captured = made.prepare(bounded_decode(made.table, rng), buffers)
     fused(captured)  # compiled outside the capture
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -81,7 +83,7 @@ def test_no_sync_no_allocation_and_replay_follows_the_lengths(made: MetadataComp
     with torch.cuda.graph(graph):
         fused(captured)
     for _ in range(5):
-        batch = decode()
+        batch = bounded_decode(made.table, rng)
         made.prepare(batch, buffers)  # new lengths at the captured addresses
         poison(captured)
         graph.replay()
