@@ -49,6 +49,24 @@ _EVERYWHERE: dict[str, Any] = {
     "tolerates_nan_tail": True,
 }
 
+_MLA: dict[str, Any] = {
+    **_EVERYWHERE,
+    "kinds": (ModelKind.MLA,),
+    "features": (
+        Feature.WINDOW,
+        Feature.LOGIT_CAP,
+        Feature.SINKS,
+        Feature.LSE,
+        Feature.EXPLICIT_MASK,
+        Feature.TREE_VERIFY,
+        Feature.RAGGED_VERIFY,
+        Feature.CUSTOM_SCALE,
+        Feature.KV_SCALES,
+        Feature.NO_CACHE_WRITE,
+        Feature.Q_ROPE,
+    ),
+}
+
 _ROWS = (
     CapabilityRow(
         architectures=arch.CPU,
@@ -64,6 +82,20 @@ _ROWS = (
         source="plain torch operators; not run on accelerators yet, nor fp8 conversion on Ascend",
         **_EVERYWHERE,
     ),
+    CapabilityRow(
+        architectures=arch.CPU,
+        method="gather, absorbed or materialised",
+        proof=Proof.CPU,
+        source="arXiv 2405.04434; judged against float64 attention over expanded keys",
+        **_MLA,
+    ),
+    CapabilityRow(
+        architectures=(*arch.CUDA, *arch.ROCM, *arch.ASCEND_910, *arch.ASCEND_310P, *arch.ANY_ACCELERATOR),
+        method="gather, absorbed or materialised",
+        degraded="reference, not a fast path",
+        source="plain torch operators; not run on accelerators yet",
+        **_MLA,
+    ),
 )
 
 RECORDS = (
@@ -71,6 +103,9 @@ RECORDS = (
         name="torch_native",
         summary="the reference: every feature, any device, float32 accumulation",
         rows=_ROWS,
-        targets={ModelKind.DENSE: "anyattn.backends.reference.torch_native:TorchNative"},
+        targets={
+            ModelKind.DENSE: "anyattn.backends.reference.torch_native:TorchNative",
+            ModelKind.MLA: "anyattn.backends.reference.torch_native_mla:TorchNativeMLA",
+        },
     ),
 )

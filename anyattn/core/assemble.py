@@ -13,6 +13,7 @@ from anyattn.core.dtypes import torch_dtype
 from anyattn.core.groups import GroupSet
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
@@ -38,12 +39,18 @@ def table_form(form: FormSpec, kernel_page: int) -> TableForm:
 
 
 def create_backend(
-    decision: Decision, pool: KVPool, table: RequestTable, *, verify: VerifyRoute | None = None
+    decision: Decision,
+    pool: KVPool,
+    table: RequestTable,
+    *,
+    verify: VerifyRoute | None = None,
+    mla: MLAPolicy | None = None,
 ) -> AttentionBackend | HybridBackend:
     """Build what `decision` chose on one pool and request table.
 
     Args:
         verify: which of two different backends runs TARGET_VERIFY; default: as decided.
+        mla: how the method of latent layers is chosen each step; default: whichever takes fewer operations.
 
     Raises:
         PoolError: a pool or table that isn't the decision's.
@@ -56,6 +63,8 @@ def create_backend(
     if decision.verify is not None and (drafting or any(_same(decision.verify, c) for c in choices.values())):
         choices[Phase.VERIFY] = decision.verify
     built = _build_all(decision, choices, pool, table)
+    for each in built.values():
+        each.mla.policy = mla or each.mla.policy
     prefill, decode = built[Phase.PREFILL], built[Phase.DECODE]
     verifier = built.get(Phase.VERIFY, prefill)
     one = prefill is decode is verifier

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from anyattn.core.backend_config import BackendConfig
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
-from anyattn.core.capabilities import CapabilityRow, Feature, Phase
+from anyattn.core.capabilities import Feature
 from anyattn.core.feature_check import layer_features
-from anyattn.core.groups import GroupSet, Space
-from anyattn.core.kv.pools.base import KVPool
-from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.groups import Space
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_storage
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
-from anyattn.core.plan import Plan, TableForm
+from anyattn.core.mla_inputs import as_whole
+from anyattn.core.mla_step import MLAPlanner
+from anyattn.core.plan import Plan
 from anyattn.core.shapes import checked_heads, lse_like, output_like
 from anyattn.core.spec import AttentionKind, Limits
 from anyattn.core.traits import (
@@ -43,31 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
 
 _owners = itertools.count(1)
-_PHASES = {
-    ForwardMode.DECODE: Phase.DECODE,
-    ForwardMode.TARGET_VERIFY: Phase.VERIFY,
-    ForwardMode.DRAFT_EXTEND: Phase.DRAFT,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackendConfig:
-    """What a backend is built from: the model's groups, its KV, and the capability rows that passed."""
-
-    name: str
-    groups: GroupSet
-    pool: KVPool
-    table: RequestTable
-    limits: Limits
-    form: TableForm
-    row: CapabilityRow
-    rows: Mapping[Phase, CapabilityRow] = field(default_factory=dict)
-    dtype: torch.dtype
-    deterministic: Determinism = Determinism.NONE
-
-    def row_for(self, mode: ForwardMode) -> CapabilityRow:
-        """The row that passed for the phase of `mode`; `row` where there is none of its own."""
-        return self.rows.get(_PHASES.get(mode, Phase.PREFILL), self.row)
 
 
 class StepBackend(ABC):
@@ -116,6 +91,7 @@ class AttentionBackend(StepBackend):
         self._features = {mode: frozenset(config.row_for(mode).features) for mode in ForwardMode}
         self.owner = next(_owners)
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
+        self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
         self._known_layers: dict[tuple[int, ForwardMode], AttentionLayer] = {}
 
@@ -139,6 +115,7 @@ class AttentionBackend(StepBackend):
         """
         self._check_batch(batch)
         plan = self.compiler.prepare(batch, self._buffers)
+        self.mla.prepare(plan)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
         return plan
@@ -148,6 +125,7 @@ class AttentionBackend(StepBackend):
         if plan.key.mode is ForwardMode.IDLE:
             return
         self.compiler.fill(plan)
+        self.mla.fill(plan)
         self.compiler.check(plan)
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
@@ -215,8 +193,10 @@ class AttentionBackend(StepBackend):
     ) -> LayerOutput:
         """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
         self._check_plan(plan, batch, layer)
-        q3, k3, v3 = checked_heads(q, k, v, layer.spec, plan.key.num_tokens, self.config.dtype)
-        result, out3 = output_like(q, layer.spec, out, self.config.dtype)
+        q, k, v, shape = as_whole(q, k, v, layer.spec, plan.mla_method, inputs)
+        tokens, dtype = plan.key.num_tokens, self.config.dtype
+        q3, k3, v3 = checked_heads(q, k, v, layer.spec, tokens, dtype, shape.head_dim)
+        result, out3 = output_like(q, shape, out, dtype)
         lse = self._lse_buffer(q3, return_lse, lse_out, batch.forward_mode)
         if inputs is not None:
             for name, feature in inputs.features():

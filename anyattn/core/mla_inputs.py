@@ -61,11 +61,12 @@ def _joined(
     x: torch.Tensor, rope: torch.Tensor, heads: int, size: int, rope_size: int, name: str
 ) -> torch.Tensor:
     """`[T, H, size]` and `[T, H, rope]` side by side, in x's rank."""
+    tokens = x.shape[0]
     fits = (
         x.dtype == rope.dtype
-        and x.shape[0] == rope.shape[0]
-        and x[0:1].numel() == min(1, x.shape[0]) * heads * size
-        and rope[0:1].numel() == min(1, rope.shape[0]) * heads * rope_size
+        and tokens == rope.shape[0]
+        and x.shape[1:] in ((heads, size), (heads * size,))
+        and rope.shape[1:] in ((heads, rope_size), (heads * rope_size,))
     )
     if not fits:
         raise BatchError(
@@ -74,9 +75,8 @@ def _joined(
             allowed=f"[T, {heads}, {size}] and [T, {heads}, {rope_size}], one dtype",
             hint=f"leave {name}_rope out where {name} is whole",
         )
-    tokens = x.shape[0]
     whole = torch.cat((x.view(tokens, heads, size), rope.view(tokens, heads, rope_size)), dim=2)
-    return whole.view(tokens, -1) if x.dim() == 2 else whole
+    return whole.view(tokens, heads * (size + rope_size)) if x.dim() == 2 else whole
 
 
 def _check_method(

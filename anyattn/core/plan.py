@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.groups import Space, TableGroup
+from anyattn.core.mla import MLAMethod
+
+if TYPE_CHECKING:
+    from anyattn.core.mla_keys import MLAKeys
 
 __all__ = ["HostTable", "Plan", "PlanKey", "Strategy", "Table", "TableForm", "TableKind"]
 
@@ -129,6 +133,8 @@ class Plan:
         mask_cells, mask_indptr: explicit mask on the device (`ExplicitMask`), or None; offsets also on the
             host where they are known there.
         host_seq_lens, host_extend_lens: exact lengths on the host, or None.
+        mla_method: how latent layers run in this step, None without any; mla_keys: what a materialised step
+            expands.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
     """
@@ -152,5 +158,7 @@ class Plan:
     host_mask_indptr: list[int] | None = None
     encoder_lens: torch.Tensor | None = None
     strategy: Strategy = Strategy.PAGED
+    mla_method: MLAMethod | None = None
+    mla_keys: MLAKeys | None = None
     private: Any = None
     children: Sequence[Plan | None] = ()

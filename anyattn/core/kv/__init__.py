@@ -3,7 +3,8 @@
 from anyattn.core.kv.factory import create_pool
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.kv.pools.mla import MLAPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.kv.scales import KVScale
 
-__all__ = ["KVPool", "KVScale", "MHAPool", "RequestTable", "create_pool"]
+__all__ = ["KVPool", "KVScale", "MHAPool", "MLAPool", "RequestTable", "create_pool"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
+from anyattn.core.kv.pools.mla import MLAPool
 from anyattn.errors import PoolError
 
 if TYPE_CHECKING:
@@ -21,18 +22,21 @@ def create_pool(
     num_slots: int,
     k_scale: float | Sequence[float] = 1.0,
     v_scale: float | Sequence[float] = 1.0,
-) -> MHAPool:
+) -> MHAPool | MLAPool:
     """KV storage for every layer of `decision.request`, on its device, in its page size and layout.
 
     Args:
         num_slots: usable token slots, a multiple of `decision.kv.page_size` (page 0 comes on top).
-        k_scale, v_scale: stored = sat(x / scale); one number, or one per KV head.
+        k_scale, v_scale: stored = sat(x / scale); one number, or one per KV head. Latents have one scale,
+            `k_scale`.
 
     Raises:
         PoolError: sizes or scales that can't be; a layout without a pool class.
     """
     if decision.kv.layout not in LAYOUTS:
         raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
+    if any(spec.mla is not None for spec in decision.request.specs):
+        return _latent_pool(decision, num_slots, k_scale, v_scale)
     return MHAPool(
         decision.request.specs,
         num_slots=num_slots,
@@ -43,4 +47,26 @@ def create_pool(
         device=decision.request.device,
         k_scale=k_scale,
         v_scale=v_scale,
+    )
+
+
+def _latent_pool(
+    decision: Decision, num_slots: int, k_scale: float | Sequence[float], v_scale: float | Sequence[float]
+) -> MLAPool:
+    if not isinstance(k_scale, (int, float)) or v_scale not in (1.0, k_scale):
+        raise PoolError(
+            "scales of a latent pool (k, v)",
+            asked=(k_scale, v_scale),
+            allowed="one k_scale, v_scale left out",
+            hint="values are a part of the latent and share its scale",
+        )
+    return MLAPool(
+        decision.request.specs,
+        num_slots=num_slots,
+        page_size=decision.kv.page_size,
+        layout=decision.kv.layout,
+        kv_dtype=torch_dtype(decision.kv.dtype),
+        dtype=torch_dtype(decision.request.dtype),
+        device=decision.request.device,
+        scale=k_scale,
     )
