@@ -162,7 +162,9 @@ def _config(
     table: RequestTable,
 ) -> BackendConfig:
     request = decision.request
-    limits = request.limits or Limits(table.max_requests, max(1, pool.num_slots), table.max_context)
+    limits = request.limits or Limits(
+        table.max_requests, max(1, pool.num_slots), table.max_context, max_draft_tokens=table.max_context
+    )
     return BackendConfig(
         name=choice.backend,
         groups=GroupSet.from_specs(request.specs),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from anyattn.core.batch_checks import (
     check_rows,
 )
 from anyattn.core.host_lengths import Exact, HostLengths, UpperBound, resolve_host_lengths
+from anyattn.core.masks import ExplicitMask, VerifyMask
 from anyattn.errors import BatchError
 
 __all__ = [
@@ -47,25 +47,6 @@ class ForwardMode(Enum):
     DLLM_EXTEND = "dllm_extend"
 
 
-@dataclass(frozen=True)
-class ExplicitMask:
-    """Bool cells (True = visible) of every (query, key) pair, requests one after another, rows first.
-
-    `cells [sum(extend_len_i * seq_len_i)]`; request i starts at `indptr[i]` (int64 `[B + 1]`); the row
-    stride is `seq_lens[i]`, the *untrimmed* length, so columns are key indices 0 .. seq_len - 1.
-    """
-
-    cells: torch.Tensor
-    indptr: torch.Tensor
-
-    @staticmethod
-    def from_matrices(masks: Sequence[torch.Tensor]) -> ExplicitMask:
-        """From one bool `[extend_len, seq_len]` matrix per request."""
-        sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64)
-        cells = torch.cat([m.reshape(-1).to(torch.bool) for m in masks])
-        return ExplicitMask(cells, sizes.cumsum(0))
-
-
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
     """One step. Build it with `extend`, `decode`, `mixed`, `verify` or `idle`.
@@ -80,7 +61,7 @@ class ForwardBatch:
         out_cache_loc: int64 `[T]`, slot that each new token's KV is written to, or None (stores nothing).
         positions: int64 `[T]` token positions, or None for `prefix .. seq_len - 1`.
         host_lens: `Exact`, `UpperBound` or None (unknown on the host).
-        mask: explicit visibility (TARGET_VERIFY, DLLM_EXTEND), or None.
+        mask: explicit visibility (TARGET_VERIFY, DLLM_EXTEND), or None; a `VerifyMask` is filled in place.
         encoder_lens, encoder_out_cache_loc: int64 `[B]` and `[sum]` for cross-attention.
         num_decode: decode rows at the tail of a MIXED batch.
         num_padding_requests, num_padding_tokens: rows at the end that stand for nobody; the tokens of
@@ -97,7 +78,7 @@ class ForwardBatch:
     num_tokens: int
     positions: torch.Tensor | None = None
     host_lens: HostLengths = None
-    mask: ExplicitMask | None = None
+    mask: ExplicitMask | VerifyMask | None = None
     encoder_lens: torch.Tensor | None = None
     encoder_out_cache_loc: torch.Tensor | None = None
     spec_info: Any = None
@@ -132,7 +113,7 @@ class ForwardBatch:
         *,
         mode: ForwardMode = ForwardMode.EXTEND,
         positions: IntLike | None = None,
-        mask: ExplicitMask | None = None,
+        mask: ExplicitMask | VerifyMask | None = None,
         encoder_lens: IntLike | None = None,
         encoder_out_cache_loc: IntLike | None = None,
         host_lens: HostLengths | Literal["copy"] = None,
@@ -298,11 +279,24 @@ class ForwardBatch:
         draft_lens: IntLike,
         out_cache_loc: IntLike,
         *,
-        mask: ExplicitMask | None = None,
+        mask: ExplicitMask | VerifyMask | None = None,
         positions: IntLike | None = None,
         host_lens: HostLengths | Literal["copy"] = None,
+        num_padding_requests: int = 0,
+        num_padding_tokens: int = 0,
     ) -> ForwardBatch:
-        """Draft tokens to verify: a chain without `mask`, a tree with one."""
+        """Draft tokens to verify: a chain without `mask`, a tree with one. Lengths may differ.
+
+        Raises:
+            BatchError: as `extend`, or a tree without `positions`.
+        """
+        if mask is not None and positions is None:
+            raise BatchError(
+                "a tree of draft tokens has positions of its own",
+                asked="a mask without positions",
+                allowed="positions [T]: prefix + depth in the tree",
+                hint="Tree.positions(prefix_len), or leave the mask out for a chain",
+            )
         return ForwardBatch.extend(
             req_pool_indices,
             prefix_lens,
@@ -312,6 +306,8 @@ class ForwardBatch:
             mask=mask,
             positions=positions,
             host_lens=host_lens,
+            num_padding_requests=num_padding_requests,
+            num_padding_tokens=num_padding_tokens,
         )
 
     @staticmethod

@@ -21,8 +21,10 @@ from anyattn.core.feature_check import layer_features
 from anyattn.core.groups import Space
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_storage
+from anyattn.core.masks import VerifyMask
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
+from anyattn.core.metadata.drafts import check_drafts, is_ragged
 from anyattn.core.mla_inputs import as_whole
 from anyattn.core.mla_step import MLAPlanner
 from anyattn.core.plan import Plan
@@ -104,6 +106,7 @@ class AttentionBackend(StepBackend):
             host_lengths=HostLengthNeed(row.host_lengths),
             graph=GraphSupport(row.graph),
             determinism=Determinism(row.determinism),
+            ragged_verify=Feature.RAGGED_VERIFY in row.features,
             tolerates_nan_tail=row.tolerates_nan_tail,
         )
 
@@ -114,7 +117,8 @@ class AttentionBackend(StepBackend):
             BatchError, HostLengthError, FeatureError: a batch that this backend can't run.
         """
         self._check_batch(batch)
-        plan = self.compiler.prepare(batch, self._buffers)
+        tree_mask = self.traits(batch.forward_mode).tree_mask
+        plan = self.compiler.prepare(batch, self._buffers, tree_mask=tree_mask)
         self.mla.prepare(plan)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
@@ -161,6 +165,12 @@ class AttentionBackend(StepBackend):
             )
         if batch.mask is not None:
             self._require(Feature.EXPLICIT_MASK, batch.forward_mode, "an explicit mask")
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            check_drafts(batch, self.config.limits.max_draft_tokens)
+            if isinstance(batch.mask, VerifyMask):
+                self._require(Feature.TREE_VERIFY, batch.forward_mode, "a tree of draft tokens")
+            if is_ragged(batch):
+                self._require(Feature.RAGGED_VERIFY, batch.forward_mode, "draft lengths that differ")
 
     # -- compute -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.groups import Space, TableGroup
+from anyattn.core.masks import TreeMaskMode
 from anyattn.core.mla import MLAMethod
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ class Plan:
         write_locs: slots that new KV goes to, int64 `[T]`, per space.
         max_q_len, max_kv_len: host bounds (exact where host lengths are).
         tables: one table per table group, in the backend's form.
-        mask_cells, mask_indptr: explicit mask on the device (`ExplicitMask`), or None; offsets also on the
-            host where they are known there.
+        mask_cells, mask_indptr: explicit mask on the device, or None; offsets also on the host where they
+            are known there. mask_mode: its form, one that the backend reads.
         host_seq_lens, host_extend_lens: exact lengths on the host, or None.
         mla_method: how latent layers run in this step, None without any; mla_keys: what a materialised step
             expands.
@@ -156,6 +157,7 @@ class Plan:
     mask_cells: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
     host_mask_indptr: list[int] | None = None
+    mask_mode: TreeMaskMode | None = None
     encoder_lens: torch.Tensor | None = None
     strategy: Strategy = Strategy.PAGED
     mla_method: MLAMethod | None = None

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from anyattn.core.masks import TreeMaskMode
+
 __all__ = [
     "Determinism",
     "GraphSupport",
@@ -67,7 +69,11 @@ class MixedSupport(Enum):
 
 @dataclass(frozen=True)
 class Traits:
-    """Declarations for one mode. The defaults are the cautious ones."""
+    """Declarations for one mode. The defaults are the cautious ones.
+
+    `tree_mask` is the form that verification reads cheapest: QLEN_ONLY says that both are read as they
+    are; otherwise the compiler spells QLEN_ONLY out.
+    """
 
     host_lengths: HostLengthNeed = HostLengthNeed.EXACT
     shared_read_ends: SharedReadEnds = SharedReadEnds.UNKNOWN
@@ -77,6 +83,7 @@ class Traits:
     mixed: MixedSupport = MixedSupport.AS_EXTEND
     ragged_verify: bool = False
     tolerates_nan_tail: bool = False
+    tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK
 
     @staticmethod
     def combine(children: Iterable[Traits]) -> Traits:
@@ -89,6 +96,7 @@ class Traits:
             raise ValueError("a wrapper without children has no traits")
         reads = {t.kv_read for t in items}
         mixed = {t.mixed for t in items}
+        forms = {t.tree_mask for t in items}
         order = (MixedSupport.REFUSED, MixedSupport.AS_EXTEND, MixedSupport.NATIVE)
         return Traits(
             host_lengths=max(t.host_lengths for t in items),
@@ -99,4 +107,5 @@ class Traits:
             mixed=next(m for m in order if m in mixed),
             ragged_verify=all(t.ragged_verify for t in items),
             tolerates_nan_tail=all(t.tolerates_nan_tail for t in items),
+            tree_mask=forms.pop() if len(forms) == 1 else TreeMaskMode.FULL_MASK,
         )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
 from anyattn.backends.reference.attend import attend, visible
+from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend
 from anyattn.core.groups import TableGroup
 from anyattn.core.kv.scales import dequantize
+from anyattn.core.masks import TreeMaskMode
 from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
+from anyattn.core.traits import Traits
 
 __all__ = ["TorchNative"]
 
@@ -41,6 +45,10 @@ class TorchNative(AttentionBackend):
 
     Reads a TOKEN_CSR table and exact host lengths. Decode and extend differ only in their lengths.
     """
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """Tree masks are read in either form."""
+        return replace(super().traits(mode), tree_mask=TreeMaskMode.QLEN_ONLY)
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Row ranges of every request and table, once a step."""
@@ -114,9 +122,11 @@ def _mask(call: AttentionCall, rows: _Rows, num_keys: int) -> torch.Tensor | Non
     mask = None
     if plan.mask_cells is not None:
         assert plan.host_mask_indptr is not None
-        first, seq_len = plan.host_mask_indptr[rows.index], rows.prefix + q_pos.shape[0]
-        cells = plan.mask_cells[first : first + q_pos.shape[0] * seq_len].view(q_pos.shape[0], seq_len)
-        mask = cells[:, rows.start :]
+        first, drafts = plan.host_mask_indptr[rows.index], q_pos.shape[0]
+        tree = plan.mask_mode is TreeMaskMode.QLEN_ONLY
+        columns = drafts if tree else rows.prefix + drafts
+        cells = plan.mask_cells[first : first + drafts * columns].view(drafts, columns).bool()
+        mask = F.pad(cells, (rows.prefix - rows.start, 0), value=True) if tree else cells[:, rows.start :]
     return visible(spec, q_pos, k_pos, mask)
 
 

@@ -34,6 +34,7 @@ class StepBuffers:
             "positions": limits.max_tokens,
             "out_cache_loc": limits.max_tokens,
             "encoder_out_cache_loc": limits.max_tokens,
+            "mask_cells": _mask_rows(limits) * limits.max_context,
             "block_table": limits.max_requests * columns,
             "indices": limits.max_requests * columns + form.index_slack,
         }
@@ -59,3 +60,8 @@ class StepBuffers:
     def nbytes(self) -> int:
         """Bytes allocated so far."""
         return sum(t.nbytes for t in self._memory.values())
+
+
+def _mask_rows(limits: Limits) -> int:
+    """Query tokens of a step with a mask: drafts, where the process drafts at all."""
+    return limits.max_requests * limits.max_draft_tokens or limits.max_tokens

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from anyattn.core.batch import Exact, ForwardBatch, ForwardMode
+from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.masks import VerifyMask
 from anyattn.core.plan import Plan
 from anyattn.errors import BatchError
 
@@ -23,6 +24,8 @@ def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_s
     if batch.req_pool_indices.device.type == "cpu":
         _within("req_pool_indices", batch.req_pool_indices[:real], 0, table.max_requests - 1)
     exact = batch.exact
+    if isinstance(batch.mask, VerifyMask):
+        _check_verify_mask(batch, batch.mask)
     if exact is not None:
         _within("seq_lens", exact.seq_lens[:real], 0, table.max_context)
         _check_mask(batch, exact)
@@ -73,16 +76,33 @@ def _check_encoder_slots(batch: ForwardBatch, slots: torch.Tensor) -> None:
 
 def _check_mask(batch: ForwardBatch, exact: Exact) -> None:
     """The mask holds extend_len x seq_len cells per request, rows first."""
-    if batch.mask is None or batch.mask.indptr.device.type != "cpu":
+    mask = batch.mask
+    if mask is None or isinstance(mask, VerifyMask) or mask.indptr.device.type != "cpu":
         return
     sizes = (exact.extend_lens * exact.seq_lens).cumsum(0).tolist()
-    given = batch.mask.indptr.tolist()
-    if given != [0, *sizes] or batch.mask.cells.numel() != given[-1]:
+    given = mask.indptr.tolist()
+    if given != [0, *sizes] or mask.cells.numel() != given[-1]:
         raise BatchError(
             "the explicit mask doesn't fit the lengths",
-            asked=f"indptr {given}, {batch.mask.cells.numel()} cells",
+            asked=f"indptr {given}, {mask.cells.numel()} cells",
             allowed=f"indptr {[0, *sizes]}: extend_len x seq_len cells per request",
             hint="ExplicitMask.from_matrices with one [extend_len, seq_len] matrix per request",
+        )
+
+
+def _check_verify_mask(batch: ForwardBatch, mask: VerifyMask) -> None:
+    """The buffer has room for the requests, and for their lengths where the host knows them."""
+    drafts = seq = 0
+    if batch.exact is not None and batch.batch_size:
+        drafts, seq = int(batch.exact.extend_lens.max()), int(batch.exact.seq_lens.max())
+    elif isinstance(batch.host_lens, UpperBound):
+        drafts, seq = batch.host_lens.max_extend_len, batch.host_lens.max_seq_len
+    if not mask.fits(batch.batch_size, drafts, seq):
+        raise BatchError(
+            "the verify mask doesn't fit the step (requests, draft tokens, context)",
+            asked=(batch.batch_size, drafts, seq),
+            allowed=(mask.max_requests, mask.draft_tokens, mask.max_context or "any"),
+            hint="VerifyMask.allocate for the largest step",
         )
 
 

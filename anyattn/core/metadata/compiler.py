@@ -15,10 +15,12 @@ from anyattn.core.batch import ForwardBatch
 from anyattn.core.groups import GroupSet, Space, TableGroup
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
 from anyattn.core.metadata.buffers import StepBuffers, Take
 from anyattn.core.metadata.checks import check_host, check_values
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent
+from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.upload import Uploader
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
@@ -55,8 +57,16 @@ class MetadataCompiler:
         self._uploader = Uploader(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
 
-    def prepare(self, batch: ForwardBatch, buffers: StepBuffers | None = None) -> Plan:
+    def prepare(
+        self,
+        batch: ForwardBatch,
+        buffers: StepBuffers | None = None,
+        *,
+        tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK,
+    ) -> Plan:
         """Host half: checks, bounds, upload and storage. With `buffers`, every tensor lives in them.
+
+        `tree_mask`: the form that the backend reads (`Traits.tree_mask`).
 
         Raises:
             BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
@@ -86,20 +96,20 @@ class MetadataCompiler:
         if batch.exact is not None:
             plan.host_seq_lens = batch.exact.seq_lens.tolist()
             plan.host_extend_lens = batch.exact.extend_lens.tolist()
-        if batch.mask is not None:
-            plan.mask_cells = batch.mask.cells.to(self.device, non_blocking=True)
-            plan.mask_indptr = batch.mask.indptr.to(self.device, non_blocking=True)
-            if batch.mask.indptr.device.type == "cpu":
-                plan.host_mask_indptr = batch.mask.indptr.tolist()
+        prepare_mask(plan, tree_mask, take, self.device)
         for index, group in enumerate(self._groups):
             plan.tables[group] = self._new_table(index, group, batch, take)
         return plan
 
     def fill(self, plan: Plan) -> None:
         """Device half: static shapes, no host sync; may be recorded in a graph."""
-        if self.filler is not None:
+        if self.filler is None:
+            self._fill_tables(plan)
+        else:
             self.filler(plan)
-            return
+        fill_mask(plan)
+
+    def _fill_tables(self, plan: Plan) -> None:
         torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
         tables.fill_offsets(plan.extend_lens, plan.query_offsets)
         if plan.batch.positions is None:
