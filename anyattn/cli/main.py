@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "backends": ("anyattn.cli.backends", "which backend serves what, on this machine or any other"),
     "select": ("anyattn.cli.select", "choose the backends for a model, and say why"),
     "generate": ("anyattn.cli.generate", "text from a small real model through the chosen backends"),
+    "verify": ("anyattn.cli.verify", "prove a backend on this machine: thousands of cases, and its promises"),
     "verify-compile": (
         "anyattn.cli.verify_compile",
         "compile the Triton kernels for chips that aren't there",

@@ -55,6 +55,12 @@ FULL = Sizes(
 
 Rule = tuple[tuple[str, ...], Callable[..., bool]]
 
+_MODES_OF: dict[str, tuple[str, ...]] = {
+    "bidirectional": ("extend",),
+    "encoder_only": ("extend",),
+    "cross": ("extend", "decode"),
+}
+_MODES_OF_MASK: dict[str | None, tuple[str, ...]] = {"tree": ("verify",), "random": ("verify", "extend")}
 _RULES: tuple[Rule, ...] = (
     (("kind", "mode"), lambda k, m: m in _MODES_OF.get(k, MODES)),
     (("kind", "kv"), lambda k, kv: (kv == "arguments") if k == "encoder_only" else True),
@@ -69,8 +75,6 @@ _RULES: tuple[Rule, ...] = (
     (("window", "lengths"), lambda w, n: n != "window" or w is not None),
     (("page", "lengths"), lambda p, n: n != "page" or p > 1),
 )
-_MODES_OF = {"bidirectional": ("extend",), "encoder_only": ("extend",), "cross": ("extend", "decode")}
-_MODES_OF_MASK = {"tree": ("verify",), "random": ("verify", "extend")}
 _ROW_AXES = ("dtypes", "heads", "head_dims", "layout", "page", "window", "cap", "sinks", "lse", "mask",
              "scale", "kv_scale", "kind")  # fmt: skip
 

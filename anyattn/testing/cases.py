@@ -5,6 +5,7 @@ kernels (a page, a window, nothing cached, nothing new).
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -13,7 +14,16 @@ from dataclasses import dataclass
 from anyattn.core.spec import AttentionKind, AttentionSpec
 from anyattn.errors import ConfigError, UnknownNameError
 
-__all__ = ["KV_SOURCES", "MODES", "SLOT_LAYOUTS", "Case", "CaseSpace", "random_case", "random_cases"]
+__all__ = [
+    "KV_SOURCES",
+    "MODES",
+    "SLOT_LAYOUTS",
+    "Case",
+    "CaseSpace",
+    "parse_case",
+    "random_case",
+    "random_cases",
+]
 
 MASKS = (None, "tree", "random")
 KV_SOURCES = ("write", "arguments", "cached")
@@ -132,6 +142,24 @@ class Case:
     def tolerance(self) -> float:
         """Largest error (max |d| / max |ref| per request) that a right answer may have."""
         return {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}[self.dtype]
+
+
+def parse_case(text: str) -> Case:
+    """The case that a `repr` describes. Only literals are read; nothing is run.
+
+    Raises:
+        ConfigError: it isn't `Case(name=literal, ...)`, or not a valid case.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) != "Case" or call.args:
+            raise ValueError(text)
+        return Case(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+    except (SyntaxError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        hint = "copy it from a failure: Case(mode='decode', prefix_lens=(7,), extend_lens=(1,))"
+        raise ConfigError("a case", asked=text, allowed="Case(name=literal, ...)", hint=hint) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Pairwise covering arrays: a few rows in which every feasible pair of values of any two axes stands together.
+"""Pairwise covering arrays: few rows in which every feasible pair of values of any two axes stands together.
 
 Greedy, one row at a time (after AETG, Cohen et al., IEEE TSE 23(7), 1997): fix a pair that no row has yet,
 then give each other axis the value that covers most uncovered pairs.
@@ -89,7 +89,7 @@ def _row_with(
     axes: Mapping[str, Sequence[Any]], pair: Pair, uncovered: Mapping[Pair, None], feasible: Feasible,
     rng: random.Random,
 ) -> Row | None:  # fmt: skip
-    start = {name: index for name, index in pair}
+    start = dict(pair)
     if not feasible({name: axes[name][index] for name, index in start.items()}):
         return None
     others = [name for name in axes if name not in start]

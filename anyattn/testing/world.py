@@ -213,7 +213,10 @@ class World:
             self.pool.write(self.layer_id, slots.to(self.device), k.to(self.device), v.to(self.device))
             return
         for cache, copy, scale in zip(
-            raw_kv(self.pool, self.layer_id), (self.keys, self.values), (case.k_scale, case.v_scale), strict=True
+            raw_kv(self.pool, self.layer_id),
+            (self.keys, self.values),
+            (case.k_scale, case.v_scale),
+            strict=True,
         ):
             factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1)
             stored = (copy[slots] / factor.double()).to(self.kv_dtype).to(self.device)
@@ -224,7 +227,9 @@ class World:
         """What the pool's storage holds at `slots`, read by layout, scaled: float64 `[n, Hkv, size]`."""
         at = slots.to(self.device)
         read = []
-        for cache, scale in zip(raw_kv(self.pool, self.layer_id), (self.case.k_scale, self.case.v_scale), strict=True):
+        for cache, scale in zip(
+            raw_kv(self.pool, self.layer_id), (self.case.k_scale, self.case.v_scale), strict=True
+        ):
             factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1).double()
             rows = cache[at // self.case.page_size, at % self.case.page_size]
             read.append(rows.cpu().to(torch.float64) * factor)

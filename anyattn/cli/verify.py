@@ -1,0 +1,153 @@
+"""Prove a backend on this machine: cases from what it declares, judged in float64, and broken on purpose.
+
+Exit code 1 if anything fails; each failure prints the line that runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anyattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from anyattn.testing.kit import Result
+    from anyattn.testing.plan import KitPlan
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `anyattn verify`."""
+    parser.add_argument("backend", help="torch_native, triton, … (`anyattn backends` lists them)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="small shapes, a minute on one core (default)")
+    size.add_argument("--full", action="store_true", help="shapes of real models, thousands of cases")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawn cases (default: 0)")
+    parser.add_argument("--device", help="torch device (default: the accelerator, else the CPU)")
+    parser.add_argument("--cases", type=int, metavar="N", help="cases of a full run (default: 4000)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: 1, --full: the cores)")
+    parser.add_argument("--write", metavar="FILE", help="put the worst errors into this Markdown table")
+    parser.add_argument("--case", metavar="CASE", help="run one case, as a failure prints it")
+    parser.add_argument("--check", default="numbers", metavar="NAME", help="with --case: what to check")
+    parser.add_argument(
+        "--mutants", action="store_true", help="break the code on purpose: does the kit notice?"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, run, report.
+
+    Raises:
+        UnknownNameError: a backend, check or device nobody knows. ConfigError: a case that can't be.
+        SelectionError: the backend doesn't serve this machine.
+    """
+    from anyattn.testing.subject import default_device, needs_interpreter
+
+    device = args.device or default_device()
+    if needs_interpreter(args.backend, device) and os.environ.get("TRITON_INTERPRET") != "1":
+        return _again_interpreted(args, device)
+    if args.mutants:
+        return _mutants(args, device)
+    if args.case is not None:
+        return _one_case(args, device)
+    return _whole(args, device)
+
+
+def _again_interpreted(args: argparse.Namespace, device: str) -> int:
+    """Triton reads the variable when kernels are decorated: a process of its own has it from the start."""
+    command = [sys.executable, "-m", "anyattn.cli.main", "verify", args.backend, "--device", device]
+    command += ["--seed", str(args.seed), "--check", args.check]
+    for name in ("quick", "full", "mutants", "json"):
+        command += [f"--{name}"] if getattr(args, name) else []
+    for name in ("cases", "workers", "write", "case"):
+        value = getattr(args, name)
+        command += [] if value is None else [f"--{name}", str(value)]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, env=environ, check=False).returncode
+
+
+def _whole(args: argparse.Namespace, device: str) -> int:
+    from anyattn.testing import report
+    from anyattn.testing.kit import summarise
+    from anyattn.testing.plan import plan_kit
+    from anyattn.testing.subject import open_subject
+
+    begin = time.perf_counter()
+    subject = open_subject(args.backend, device)
+    plan = plan_kit(subject.declared, seed=args.seed, full=args.full, count=args.cases)
+    results = _run(args, device, plan)
+    summary = summarise(subject.declared.name, plan, results, time.perf_counter() - begin)
+    host = report.host_of(subject.declared, device)
+    if args.write:
+        path = Path(args.write)
+        old = path.read_text() if path.exists() else ""
+        path.write_text(report.merge_table(old, summary, host))
+    if args.json:
+        print(json.dumps(report.document(summary, plan, host, args.seed), indent=2))
+    else:
+        print(report.text(summary, plan, host))
+    return 1 if summary.failed else 0
+
+
+def _run(args: argparse.Namespace, device: str, plan: KitPlan) -> list[Result]:
+    from anyattn.testing.kit import run_items
+    from anyattn.testing.pool import run_in_workers
+    from anyattn.testing.subject import open_subject
+
+    workers = args.workers or ((os.cpu_count() or 1) if args.full else 1)
+    if workers < 1:
+        raise ConfigError("--workers", asked=workers, allowed=">= 1")
+    count, failed = 0, 0
+
+    def done(result: Result) -> None:
+        nonlocal count, failed
+        count, failed = count + 1, failed + (result.why is not None)
+        if count % 200 == 0:
+            print(f"{count} of {len(plan.items)}, {failed} failed", file=sys.stderr, flush=True)
+
+    if workers > 1:
+        return run_in_workers(plan.items, args.backend, device, workers, done)
+    return run_items(plan.items, open_subject(args.backend, device), done)
+
+
+def _one_case(args: argparse.Namespace, device: str) -> int:
+    from anyattn.errors import UnknownNameError
+    from anyattn.testing.cases import parse_case
+    from anyattn.testing.checks import CHECKS
+    from anyattn.testing.kit import run_items
+    from anyattn.testing.plan import Item
+    from anyattn.testing.subject import open_subject
+
+    if args.check not in CHECKS:
+        raise UnknownNameError("check", args.check, CHECKS)
+    subject = open_subject(args.backend, device)
+    item = Item(args.check, parse_case(args.case), "given")
+    refusal = subject.declared.refusal(item.case)
+    (result,) = run_items([item], subject)
+    verdict = "passed" if result.passed else "skipped" if result.skipped else "failed"
+    why = result.why or result.skipped or ""
+    if args.json:
+        print(json.dumps({"verdict": verdict, "error": result.error, "why": why, "undeclared": refusal}))
+    else:
+        note = f" (not declared: {refusal})" if refusal else ""
+        print(f"{verdict}, error {result.error:.3g}{note} {why}".rstrip())
+    return 1 if result.why else 0
+
+
+def _mutants(args: argparse.Namespace, device: str) -> int:
+    from anyattn.testing.mutants.hunt import hunt, hunt_text
+    from anyattn.testing.subject import open_subject
+
+    found = hunt(open_subject(args.backend, device))
+    if args.json:
+        print(json.dumps([caught.to_json() for caught in found], indent=2))
+    else:
+        print(hunt_text(found))
+    return 0 if all(caught.caught for caught in found) else 1

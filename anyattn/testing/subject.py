@@ -1,0 +1,35 @@
+"""Opens a backend for verification: its declaration on this host, or in Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from anyattn import api
+from anyattn.testing.checks import Subject
+from anyattn.testing.declared import declared
+
+__all__ = ["default_device", "needs_interpreter", "open_subject"]
+
+
+def default_device() -> str:
+    """The accelerator that this torch can drive, else the CPU."""
+    platform = api.host_facts().platform
+    return {"cuda": "cuda", "rocm": "cuda", "ascend": "npu"}.get(platform, "cpu")
+
+
+def needs_interpreter(backend: str, device: str) -> bool:
+    """Our own Triton kernels on a CPU: only Triton's interpreter runs them there."""
+    record = api.registry().get(backend)
+    served = any(row.serves(api.host_facts(device).target) for row in record.rows)
+    return device == "cpu" and record.name == "triton" and not served
+
+
+def open_subject(backend: str, device: str) -> Subject:
+    """The backend on this host; `triton` on a CPU in a process that has TRITON_INTERPRET=1.
+
+    Raises:
+        UnknownNameError, SelectionError, ConfigError: as `declared` and `offer_triton`.
+    """
+    if needs_interpreter(backend, device):
+        from anyattn.testing.interpreter import offer_triton
+
+        offer_triton()
+    return Subject(declared(backend, device), device)

@@ -1,0 +1,40 @@
+"""A worker of the kit: items on stdin, results on stdout. Started by `anyattn.testing.pool`.
+
+python -m anyattn.testing.worker BACKEND DEVICE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from anyattn.testing.checks import Subject
+from anyattn.testing.kit import explained_result, run_item
+from anyattn.testing.pool import answer, decode_item
+from anyattn.testing.subject import open_subject
+
+__all__ = ["main"]
+
+_EXPLAINED = 2  # failures that one worker takes apart
+_POISON = ("CUDA error", "device-side assert", "HIP error", "illegal memory access")
+"""After these nothing more runs on the device in this process."""
+
+
+def main(backend: str, device: str) -> None:
+    """Serve until stdin ends, or until the device is poisoned: then the next worker is a fresh one."""
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    subject: Subject = open_subject(backend, device)
+    explained = 0
+    for line in sys.stdin:
+        result = run_item(decode_item(line), subject)
+        poisoned = result.why is not None and any(word in result.why for word in _POISON)
+        if result.why is not None and not poisoned and explained < _EXPLAINED:
+            explained += 1
+            result = explained_result(result, subject)
+        answer(result, stdout)
+        if poisoned:
+            os._exit(3)  # destructors of a poisoned context hang or abort
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
