@@ -167,7 +167,7 @@ def _config(
     )
     return BackendConfig(
         name=choice.backend,
-        groups=GroupSet.from_specs(request.specs),
+        groups=GroupSet.from_specs(request.specs, pool.full_to_window),
         pool=pool,
         table=table,
         limits=limits,

@@ -10,6 +10,7 @@ import torch
 from anyattn.core.capabilities import Feature
 
 if TYPE_CHECKING:
+    from anyattn.core.groups import PlanGroup
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan, Table
 
@@ -60,6 +61,7 @@ class AttentionCall:
         stored: k and v have been written to the pool (else attend to them directly).
         out: `[T, Hq, Dv]`, to be written. lse: float32 `[T, Hq]` to be written, or None.
         table: the layer's table; None for encoder-only layers.
+        group: the layer's plan group on this backend's pool (`layer.plan_group` doesn't know the pool).
     """
 
     q: torch.Tensor
@@ -71,4 +73,5 @@ class AttentionCall:
     out: torch.Tensor
     lse: torch.Tensor | None
     stored: bool
+    group: PlanGroup
     inputs: LayerInputs | None = None

@@ -18,7 +18,7 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
 from anyattn.core.capabilities import Feature
 from anyattn.core.feature_check import layer_features
-from anyattn.core.groups import Space
+from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_storage
 from anyattn.core.masks import VerifyMask
@@ -95,7 +95,7 @@ class AttentionBackend(StepBackend):
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
         self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
-        self._known_layers: dict[tuple[int, ForwardMode], AttentionLayer] = {}
+        self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
 
     # -- preparation ---------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class AttentionBackend(StepBackend):
         plan: Plan,
     ) -> LayerOutput:
         """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
-        self._check_plan(plan, batch, layer)
+        group = self._check_plan(plan, batch, layer)
         q, k, v, shape = as_whole(q, k, v, layer.spec, plan.mla_method, inputs)
         tokens, dtype = plan.key.num_tokens, self.config.dtype
         q3, k3, v3 = checked_heads(q, k, v, layer.spec, tokens, dtype, shape.head_dim)
@@ -213,10 +213,9 @@ class AttentionBackend(StepBackend):
                 self._require(feature, batch.forward_mode, f"LayerInputs.{name}")
         if batch.forward_mode is ForwardMode.IDLE:
             return LayerOutput(result, lse)
-        stored = self._store(layer, k3, v3, plan, save_kv_cache)
-        call = AttentionCall(
-            q3, k3, v3, layer, plan, plan.tables.get(layer.plan_group.table), out3, lse, stored, inputs
-        )
+        stored = self._store(layer, group, k3, v3, plan, save_kv_cache)
+        table = plan.tables.get(group.table)
+        call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs)
         self._dispatch(batch.forward_mode, call)
         if batch.num_padding_tokens:
             padding = slice(batch.num_tokens - batch.num_padding_tokens, None)
@@ -233,7 +232,7 @@ class AttentionBackend(StepBackend):
         else:
             self.forward_extend(call)
 
-    def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> None:
+    def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> PlanGroup:
         key = plan.key
         if key.serial != batch.serial or key.owner != self.owner:
             other = "another batch" if key.serial != batch.serial else "another backend"
@@ -243,25 +242,28 @@ class AttentionBackend(StepBackend):
                 allowed=f"batch {key.serial} ({key.mode.value}, {key.num_tokens} tokens)",
                 hint="call init_forward_metadata for this batch and enter forward_context with its plan",
             )
-        known = (layer.layer_id, key.mode)
-        if self._known_layers.get(known) is not layer:
-            self._check_layer(layer, key.mode)
-            self._known_layers[known] = layer
+        known = self._known_layers.get((layer.layer_id, key.mode))
+        if known is None or known[0] is not layer:
+            known = (layer, self._check_layer(layer, key.mode))
+            self._known_layers[layer.layer_id, key.mode] = known
+        return known[1]
 
-    def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> None:
-        """Once per layer and mode: its plan group is planned, for its heads, with its features."""
+    def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> PlanGroup:
+        """Once per layer and mode: its plan group here is planned, for its heads, with its features."""
         groups = self.config.groups.max_q_heads
-        planned = groups.get(layer.plan_group)
+        group = self.config.groups.locate(layer.plan_group)
+        planned = groups.get(group)
         if planned is None or layer.spec.num_q_heads > planned:
             raise PlanError(
                 f"layer {layer.layer_id} was not planned for",
-                asked=f"{layer.spec.num_q_heads} query heads of {layer.plan_group}",
+                asked=f"{layer.spec.num_q_heads} query heads of {group}",
                 allowed="; ".join(f"<= {n} heads of {g}" for g, n in groups.items()),
                 hint="list every layer's AttentionSpec in select()",
             )
         for feature in layer_features(layer.spec):
             self._require(feature, mode, f"layer {layer.layer_id}")
         check_storage(self.pool, layer)
+        return group
 
     def _require(self, feature: Feature, mode: ForwardMode, who: str) -> None:
         declared = self._features[mode]
@@ -289,8 +291,9 @@ class AttentionBackend(StepBackend):
         return lse_like(q, lse_out)
 
     def _store(
-        self, layer: AttentionLayer, k: torch.Tensor | None, v: torch.Tensor | None, plan: Plan, save: bool
-    ) -> bool:
+        self, layer: AttentionLayer, group: PlanGroup, k: torch.Tensor | None, v: torch.Tensor | None,
+        plan: Plan, save: bool,
+    ) -> bool:  # fmt: skip
         """Write this step's KV. True if k and v (or everything) can be read from the pool."""
         kind = layer.spec.kind
         if k is None or v is None:
@@ -306,10 +309,9 @@ class AttentionBackend(StepBackend):
         if not save:
             self._require(Feature.NO_CACHE_WRITE, plan.key.mode, "save_kv_cache=False")
             return False
-        space = Space.ENCODER if kind is AttentionKind.CROSS else Space.FULL
-        loc = plan.write_locs.get(space)
+        loc = plan.write_loc(group.table)
         if loc is None or loc.shape[0] != k.shape[0]:
-            name = "encoder_out_cache_loc" if space is Space.ENCODER else "out_cache_loc"
+            name = "encoder_out_cache_loc" if group.table.space is Space.ENCODER else "out_cache_loc"
             raise BatchError(
                 f"{name} has no slots for these keys",
                 asked=k.shape[0],

@@ -6,17 +6,24 @@ One step compiles one table per table group and plans once per plan group, for i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from anyattn.core.spec import AttentionKind, AttentionSpec
 
-__all__ = ["GroupSet", "PlanGroup", "Space", "TableGroup"]
+__all__ = ["CACHED_KINDS", "GroupSet", "PlanGroup", "Space", "TableGroup"]
+
+CACHED_KINDS = (AttentionKind.CAUSAL, AttentionKind.BIDIRECTIONAL)
+"""Kinds whose layers keep the decoder's KV: those that a window pool can hold."""
 
 
 class Space(Enum):
-    """The pool that slots point into."""
+    """The pool that slots point into.
+
+    FULL: the slots that `req_to_token` lists. WINDOW: a pool of its own for the layers of one window size
+    (`TableGroup.window` says which), reached from FULL slots by that pool's map. ENCODER: `encoder_to_token`.
+    """
 
     FULL = "full"
     WINDOW = "window"
@@ -68,21 +75,38 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class GroupSet:
-    """All groups of a model. `max_q_heads[g]` is the head count that group g is planned for."""
+    """All groups of a model on one pool. `max_q_heads[g]` is the head count that group g is planned for.
+
+    `windows`: window sizes whose layers have a pool of their own (`KVPool.full_to_window`).
+    """
 
     plan_groups: tuple[PlanGroup, ...]
     max_q_heads: dict[PlanGroup, int]
+    windows: frozenset[int] = frozenset()
 
     @staticmethod
-    def from_specs(specs: Sequence[AttentionSpec]) -> GroupSet:
+    def from_specs(specs: Sequence[AttentionSpec], windows: Container[int] = ()) -> GroupSet:
         """Groups in the order in which layers first need them."""
+        sizes = [s.sliding_window for s in specs if s.sliding_window is not None]
+        apart = frozenset(w for w in sizes if w in windows)
         heads: dict[PlanGroup, int] = {}
         for spec in specs:
-            group = PlanGroup.of(spec)
+            group = _in_space(PlanGroup.of(spec), apart)
             heads[group] = max(heads.get(group, 0), spec.num_q_heads)
-        return GroupSet(tuple(heads), heads)
+        return GroupSet(tuple(heads), heads, apart)
+
+    def locate(self, group: PlanGroup) -> PlanGroup:
+        """The group of a layer whose spec alone says `group`, with the space that it has in this pool."""
+        return _in_space(group, self.windows)
 
     @property
     def table_groups(self) -> tuple[TableGroup, ...]:
         """Distinct tables, in first-use order."""
         return tuple(dict.fromkeys(g.table for g in self.plan_groups))
+
+
+def _in_space(group: PlanGroup, windows: frozenset[int]) -> PlanGroup:
+    table = group.table
+    if table.kind not in CACHED_KINDS or table.window not in windows:
+        return group
+    return replace(group, table=replace(table, space=Space.WINDOW))

@@ -128,7 +128,8 @@ class Plan:
     Attributes:
         req_pool_indices: int64 `[B]`; seq_lens, prefix_lens, extend_lens: int32 `[B]`;
         query_offsets: int32 `[B + 1]`; positions: int64 `[T]`; all on the pool's device.
-        write_locs: slots that new KV goes to, int64 `[T]`, per space.
+        write_locs: slots that new KV goes to, int64 `[T]`, per space; window_locs: the same in each window
+            pool, by window size (see `write_loc`).
         max_q_len, max_kv_len: host bounds (exact where host lengths are).
         tables: one table per table group, in the backend's form.
         mask_cells, mask_indptr: explicit mask on the device, or None; offsets also on the host where they
@@ -164,3 +165,11 @@ class Plan:
     mla_keys: MLAKeys | None = None
     private: Any = None
     children: Sequence[Plan | None] = ()
+    window_locs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def write_loc(self, group: TableGroup) -> torch.Tensor | None:
+        """Slots int64 `[T]` that new KV of a group's layers goes to, in their own pool; None = none given."""
+        if group.space is Space.WINDOW:
+            assert group.window is not None
+            return self.window_locs.get(group.window)
+        return self.write_locs.get(group.space)

@@ -58,7 +58,7 @@ def several_sizes(**options: Any) -> tuple[float, Served]:
     """Three window sizes and full layers in one model; sinks, cap, shared KV, two-sided attention."""
     layers = [
         spec(None), spec(4), spec(11, sinks=True), spec(11, kv_shared_with=2), spec(4, logit_cap=5.0),
-        spec(11, kind=AttentionKind.BIDIRECTIONAL), spec(7, num_q_heads=6, num_kv_heads=1, head_dim=8),
+        spec(11, kind=AttentionKind.BIDIRECTIONAL), spec(7, num_q_heads=6, num_kv_heads=1, head_dim=32),
     ]  # fmt: skip
     served = Served(layers, max_context=64, **options)
     one, two = served.admit(), served.admit()

@@ -85,7 +85,7 @@ class TritonAttention(AttentionBackend):
         if not call.stored or call.table is None:
             self.forward_extend(call)
             return
-        group = call.layer.plan_group
+        group = call.group
         tiles, workspace = call.plan.private.decode[group]
         heads = self._heads(call)
         if workspace is not None and heads.num_q != self.config.groups.max_q_heads[group]:
@@ -121,7 +121,7 @@ class TritonAttention(AttentionBackend):
         k, v = (call.k, call.v) if direct else (None, None)
         kernels.extend(
             call.q, k, v, self._cache(call.layer.layer_id), step, self._heads(call), self._variant(call),
-            plan.private.extend[call.layer.plan_group], call.out, call.lse,
+            plan.private.extend[call.group], call.out, call.lse,
         )  # fmt: skip
 
     def _source(self, call: AttentionCall) -> torch.Tensor:
@@ -143,6 +143,7 @@ class TritonAttention(AttentionBackend):
             cache = self._caches[layer_id] = kernels.Cache.of(
                 pool.key_cache(layer_id), pool.value_cache(layer_id), pool.layout,
                 k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
+                pool.slot_map(layer_id),
             )  # fmt: skip
         return cache
 

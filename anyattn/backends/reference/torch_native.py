@@ -105,7 +105,7 @@ class TorchNative(AttentionBackend):
         if rows.q.stop - rows.q.start == 1 and plan.mask_cells is None:
             return None  # the table is trimmed to exactly the window
         masks: dict[tuple[TableGroup, int], torch.Tensor | None] = plan.private.masks
-        key = (call.layer.plan_group.table, rows.index)
+        key = (call.group.table, rows.index)
         if key not in masks:
             masks[key] = _mask(call, rows, num_keys)
         return masks[key]

@@ -4,7 +4,19 @@ from anyattn.core.kv.factory import create_pool
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.kv.pools.window import WindowPool, window_slots_for
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.kv.scales import KVScale
+from anyattn.core.kv.window_allocator import WindowAllocator
 
-__all__ = ["KVPool", "KVScale", "MHAPool", "MLAPool", "RequestTable", "create_pool"]
+__all__ = [
+    "KVPool",
+    "KVScale",
+    "MHAPool",
+    "MLAPool",
+    "RequestTable",
+    "WindowAllocator",
+    "WindowPool",
+    "create_pool",
+    "window_slots_for",
+]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.kv.pools.window import WindowPool
 from anyattn.errors import PoolError
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ def create_pool(
     decision: Decision,
     *,
     num_slots: int,
+    window_slots: int | Mapping[int, int] | None = None,
     k_scale: float | Sequence[float] = 1.0,
     v_scale: float | Sequence[float] = 1.0,
 ) -> MHAPool | MLAPool:
@@ -27,6 +30,8 @@ def create_pool(
 
     Args:
         num_slots: usable token slots, a multiple of `decision.kv.page_size` (page 0 comes on top).
+        window_slots: give the layers of each window size (or of those named) a smaller pool of their own with
+            so many usable slots (`WindowPool`; `window_slots_for`); None = one pool for all layers.
         k_scale, v_scale: stored = sat(x / scale); one number, or one per KV head. Latents have one scale,
             `k_scale`.
 
@@ -36,8 +41,11 @@ def create_pool(
     if decision.kv.layout not in LAYOUTS:
         raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
     if any(spec.mla is not None for spec in decision.request.specs):
+        if window_slots is not None:
+            raise PoolError("window pools of latent KV", asked=window_slots, allowed="None")
         return _latent_pool(decision, num_slots, k_scale, v_scale)
-    return MHAPool(
+    build = MHAPool if window_slots is None else partial(WindowPool, window_slots=window_slots)
+    return build(
         decision.request.specs,
         num_slots=num_slots,
         page_size=decision.kv.page_size,

@@ -22,6 +22,7 @@ from anyattn.core.metadata.checks import check_host, check_values
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.upload import Uploader
+from anyattn.core.metadata.windows import check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
 from anyattn.errors import BatchError
@@ -73,6 +74,7 @@ class MetadataCompiler:
         """
         if self.checks != "off":
             check_host(batch, self.table, self.pool.page_size, self.pool.total_slots)
+            self._check_writable(batch)
         take: Take = self._allocate if buffers is None else buffers.take
         given = self._upload(batch)
         num_requests, num_tokens = batch.batch_size, batch.num_tokens
@@ -97,6 +99,7 @@ class MetadataCompiler:
             plan.host_seq_lens = batch.exact.seq_lens.tolist()
             plan.host_extend_lens = batch.exact.extend_lens.tolist()
         prepare_mask(plan, tree_mask, take, self.device)
+        prepare_windows(plan, self.pool, take)
         for index, group in enumerate(self._groups):
             plan.tables[group] = self._new_table(index, group, batch, take)
         return plan
@@ -108,6 +111,7 @@ class MetadataCompiler:
         else:
             self.filler(plan)
         fill_mask(plan)
+        fill_windows(plan, self.pool.full_to_window)
 
     def _fill_tables(self, plan: Plan) -> None:
         torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
@@ -128,6 +132,12 @@ class MetadataCompiler:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.checks == "full" and not capturing:
             check_values(plan, self.table, self.pool.page_size, self.pool.total_slots)
+            check_windows(plan, self.table, self.pool.full_to_window, self.pool.page_size)
+
+    def _check_writable(self, batch: ForwardBatch) -> None:
+        loc = batch.out_cache_loc
+        if loc is not None and loc.device.type == "cpu":
+            self.pool.check_writable(loc[: batch.num_tokens - batch.num_padding_tokens])
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
+from anyattn.core.groups import CACHED_KINDS
 from anyattn.core.kv.scales import KVScale
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 
-__all__ = ["KVPool"]
+__all__ = ["EVICTED", "UNMAPPED", "KVPool"]
+
+UNMAPPED, EVICTED = -1, -2
+"""Entries of `full_to_window` without a window slot: none was given yet, or it was taken back."""
 
 
 class KVPool(ABC):
@@ -23,9 +28,12 @@ class KVPool(ABC):
     Attributes:
         num_slots: usable slots. page_size: tokens a page holds. layout: `NHD`, `HND`, …
         kv_dtype: stored dtype. dtype: model dtype. device: where it lives.
+        full_to_window: for each window size whose layers have slots of their own, int32 `[S]` on the device:
+            the window slot of each slot, UNMAPPED or EVICTED where there is none.
     """
 
     layout: str
+    full_to_window: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -67,6 +75,16 @@ class KVPool(ABC):
             )
         shared = self.specs[layer_id].kv_shared_with
         return layer_id if shared is None else shared
+
+    def slot_map(self, layer_id: int) -> torch.Tensor | None:
+        """The map that leads from the request table's slots to the layer's own; None = they are the same."""
+        spec = self.specs[self.storage_layer(layer_id)]
+        if spec.sliding_window is None or spec.kind not in CACHED_KINDS:
+            return None
+        return self.full_to_window.get(spec.sliding_window)
+
+    def check_writable(self, slots: torch.Tensor) -> None:  # noqa: B027
+        """Tokens may be written to these slots (on the host). Raises `PoolError`; default: all may."""
 
     @abstractmethod
     def write(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

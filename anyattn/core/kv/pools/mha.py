@@ -56,13 +56,18 @@ class MHAPool(KVPool):
             if spec.kv_shared_with is not None:
                 self._check_shared(layer_id, spec)
                 continue
-            self._k[layer_id] = self._allocate(spec.num_kv_heads, spec.head_dim)
-            self._v[layer_id] = self._allocate(spec.num_kv_heads, spec.v_head_dim)
+            pages = self._storage_pages(spec)
+            self._k[layer_id] = self._allocate(pages, spec.num_kv_heads, spec.head_dim)
+            self._v[layer_id] = self._allocate(pages, spec.num_kv_heads, spec.v_head_dim)
             self.set_scales(layer_id, k_scale, v_scale)
 
-    def _allocate(self, heads: int, dim: int) -> torch.Tensor:
+    def _storage_pages(self, spec: AttentionSpec) -> int:
+        """Pages of a layer's storage, the sink included."""
+        return self.num_pages
+
+    def _allocate(self, pages: int, heads: int, dim: int) -> torch.Tensor:
         inner = (self.page_size, heads, dim) if self.layout == "NHD" else (heads, self.page_size, dim)
-        return torch.zeros(self.num_pages, *inner, dtype=self.kv_dtype, device=self.device)
+        return torch.zeros(pages, *inner, dtype=self.kv_dtype, device=self.device)
 
     def _check_shared(self, layer_id: int, spec: AttentionSpec) -> None:
         owner = spec.kv_shared_with

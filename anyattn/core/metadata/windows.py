@@ -1,0 +1,96 @@
+"""Window pools in a step: write lists and tables in the slots of each window size's own pool.
+
+The request table lists FULL slots. A window group's table is trimmed first, in those, and translated after,
+exactly once: here for the forms that list slots or pages, by the kernel (through `KVPool.slot_map`) for
+REQUEST_TABLE, which has no list to translate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from anyattn.core.groups import Space, TableGroup
+from anyattn.core.kv.pools.base import EVICTED, KVPool
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.metadata.buffers import Take
+from anyattn.core.plan import Plan, Table, TableKind
+from anyattn.errors import BatchError
+
+__all__ = ["check_windows", "fill_windows", "prepare_windows", "translate_table"]
+
+
+def prepare_windows(plan: Plan, pool: KVPool, take: Take) -> None:
+    """Storage for the write list of each window pool, int64 `[T]`."""
+    loc = plan.write_locs.get(Space.FULL)
+    if loc is not None:
+        for window in pool.full_to_window:
+            plan.window_locs[window] = take(f"out_cache_loc.window{window}", tuple(loc.shape), torch.int64)
+
+
+def fill_windows(plan: Plan, maps: Mapping[int, torch.Tensor]) -> None:
+    """Device half, after the tables: static shapes, no host sync."""
+    for window, out in plan.window_locs.items():
+        out.copy_(maps[window][plan.write_locs[Space.FULL]])
+    for group, table in plan.tables.items():
+        if group.space is Space.WINDOW:
+            translate_table(table, maps[_size(group)])
+
+
+def translate_table(table: Table, slot_map: torch.Tensor) -> None:
+    """Slots or pages of a filled table, in place, through `slot_map int32 [S]`; unused cells stay."""
+    kind, page = table.form.kind, table.form.kernel_page
+    if kind is TableKind.REQUEST_TABLE:
+        return
+    if kind is TableKind.BLOCK_TABLE:
+        entries = table.blocks
+        counts = (table.kv_lens + (page - 1)) // page
+        live = torch.arange(entries.shape[1], device=entries.device)[None, :] < counts[:, None]
+    else:
+        indptr, entries = table.csr
+        live = torch.arange(entries.shape[0], device=entries.device) < indptr[-1]
+    slots = torch.where(live, entries, torch.zeros_like(entries)) * page
+    translated = slot_map[slots].to(entries.dtype)
+    if page > 1:
+        translated = torch.div(translated, page, rounding_mode="floor")
+    entries.copy_(torch.where(live, translated, entries))
+
+
+def check_windows(plan: Plan, table: RequestTable, maps: Mapping[int, torch.Tensor], page_size: int) -> None:
+    """Reads device values (checks=full): all that window layers read and write has a window slot.
+
+    Raises:
+        BatchError: a query can see a key whose slot was evicted or never mapped; a new token without one.
+    """
+    real = plan.batch.batch_size - plan.batch.num_padding_requests
+    if real == 0:
+        return
+    rows = plan.req_pool_indices[:real]
+    for group in plan.tables:
+        if group.space is not Space.WINDOW:
+            continue
+        seq, prefix = plan.seq_lens[:real], plan.prefix_lens[:real]
+        first = (prefix - (_size(group) - 1)).clamp_min(0)
+        column = torch.arange(table.max_context, device=seq.device)[None, :]
+        listed = maps[_size(group)][table.req_to_token[rows].long()]
+        bad = (column >= first[:, None]) & (column < seq[:, None]) & (listed < page_size)
+        if bool(bad.any()):
+            row, position = (int(x) for x in bad.nonzero()[0])
+            raise _no_slot(_size(group), int(rows[row]), position, int(listed[row, position]))
+
+
+def _size(group: TableGroup) -> int:
+    assert group.window is not None
+    return group.window
+
+
+def _no_slot(window: int, row: int, position: int, value: int) -> BatchError:
+    why = "was evicted from" if value == EVICTED else "was never mapped in"
+    return BatchError(
+        f"the token at position {position} of row {row} {why} the pool of window {window}",
+        asked=f"a read of position {position}",
+        allowed="positions whose pages are mapped there",
+        hint="map a page before its tokens are written, evict it only when every query is past it "
+        "(WindowAllocator.cover, .evict)",
+    )
