@@ -37,13 +37,24 @@ def set_hook(hook: Hook | None) -> Hook | None:
     return previous
 
 
-def _specialisation(arg: Any) -> Any:
-    """What Triton's JIT keys a compiled kernel on, for one argument."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, -(1 << 31) <= arg < (1 << 31)
-    return type(arg)
+def _lowered(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """`(values, key)`: arguments as the driver takes them (tensors as addresses, which saves the launcher a
+    Python call each), and what Triton's JIT specialises a kernel on.
+    """
+    values: list[Any] = []
+    key: list[Any] = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            address = arg.data_ptr()
+            values.append(address)
+            key += (arg.dtype, address & 15 == 0)
+            continue
+        values.append(arg)
+        if isinstance(arg, int):
+            key.append((arg == 1) + 2 * (arg & 15 == 0) + 4 * (not -0x80000000 <= arg < 0x80000000))
+        else:
+            key.append(type(arg))
+    return values, key
 
 
 def launch(
@@ -70,17 +81,14 @@ def launch(
         kernel[grid](*args, **constexprs, **options)
         return
     device = torch.cuda.current_device()
-    key = (
-        kernel, device, tuple(constexprs.values()), tuple(options.values()),
-        tuple([_specialisation(a) for a in args]),
-    )  # fmt: skip
+    values, specialised = _lowered(args)
+    key = (kernel, device, *constexprs.values(), *options.values(), *specialised)
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, **constexprs, **options)
         return
     x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
     compiled.run(
-        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *args, *constexprs.values(),
+        x, y, z, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
+        None, None, None, *values, *constexprs.values(),
     )  # fmt: skip
