@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -45,13 +47,15 @@ class Cache:
     v_scale: torch.Tensor
     scaled: bool
     slot_map: torch.Tensor | None = None
+    memo: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    """Constexprs of this layer's launches: the same every step."""
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """Slot s lies at `s * row stride`."""
         return all(s[0] == s[1] * self.page for s in (self.k_strides, self.v_strides))
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         """Element offsets pass 2^31."""
         return max(self.k.numel(), self.v.numel()) >= 1 << 31
@@ -79,10 +83,15 @@ class Heads:
     dim: int
     v_dim: int
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_q // self.num_kv
+
+    @cached_property
+    def block(self) -> int:
+        """Query heads of a KV head in one decode program; `tl.dot` takes 16 rows at least."""
+        return max(16, min(64, power_of_two(self.group)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +115,9 @@ def _upcast(dtype: torch.dtype) -> bool:
     return interpreting() and dtype is torch.bfloat16
 
 
-def _block_h(heads: Heads) -> int:
-    """Query heads of a KV head in one program; `tl.dot` takes 16 rows at least."""
-    return max(16, min(64, power_of_two(heads.group)))
-
-
 def decode_programs(heads: Heads) -> int:
     """Programs per request, without splits."""
-    return heads.num_kv * -(-heads.group // _block_h(heads))
+    return heads.num_kv * -(-heads.group // heads.block)
 
 
 def partials(
@@ -127,6 +131,21 @@ def partials(
         torch.empty(*shape, heads.v_dim, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
     )
+
+
+def _decode_constexprs(
+    cache: Cache, heads: Heads, variant: Variant, config: Decode, split: bool, write_lse: bool,
+    dtype: torch.dtype,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "PAGE": cache.page, "SUB": _sub_page(cache.page, config.block_n), "GROUP": heads.group,
+        "D": heads.dim, "DV": heads.v_dim,
+        "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
+        "BLOCK_H": heads.block, "BLOCK_N": config.block_n,
+        "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
+        "HAS_SINKS": variant.sinks is not None, "WRITE_LSE": write_lse, "SPLIT": split,
+        "UPCAST": _upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide,
+    }  # fmt: skip
 
 
 def decode(
@@ -152,22 +171,19 @@ def decode(
     splits = config.num_splits if split else 1
     grid = (q.shape[0] * decode_programs(heads) * splits,)
     args = (
-        q, cache.k, cache.v, source, cache.slot_map, req_rows, kv_start, kv_lens, cache.k_scale, cache.v_scale, sinks,
-        out, lse_arg, part_out, part_lse,
+        q, cache.k, cache.v, source, cache.slot_map, req_rows, kv_start, kv_lens,
+        cache.k_scale, cache.v_scale, sinks, out, lse_arg, part_out, part_lse,
         q.stride(0), q.stride(1), *cache.k_strides, *cache.v_strides, source.stride(0),
         out.stride(0), out.stride(1), lse_arg.stride(0),
         int(cache.k_scale.shape[0] > 1), int(cache.v_scale.shape[0] > 1),
         variant.scale, variant.cap or 0.0, variant.window or 0, splits, 2 if splits > 1 else 1, heads.num_kv,
     )  # fmt: skip
-    constexprs = {
-        "PAGE": cache.page, "SUB": _sub_page(cache.page, config.block_n), "GROUP": heads.group,
-        "D": heads.dim, "DV": heads.v_dim,
-        "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
-        "BLOCK_H": _block_h(heads), "BLOCK_N": config.block_n,
-        "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
-        "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": split, "UPCAST": _upcast(q.dtype),
-        "FLAT": cache.flat, "WIDE": cache.wide,
-    }  # fmt: skip
+    key = (heads, config, split, write_lse, q.dtype)
+    constexprs = cache.memo.get(key)
+    if constexprs is None:
+        constexprs = cache.memo[key] = _decode_constexprs(
+            cache, heads, variant, config, split, write_lse, q.dtype
+        )
     launch(decode_kernel, grid, args, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
     if split:
         merge_args = (
