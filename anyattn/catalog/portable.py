@@ -15,6 +15,7 @@ from anyattn.catalog.building import (
     HALVES,
     HND,
     LATENT,
+    MATERIALISED,
     NHD,
     PREFILL,
     TRITON,
@@ -65,14 +66,30 @@ _PHASES: tuple[dict[str, Any], ...] = (
 )
 
 
+_MLA_PHASES: tuple[dict[str, Any], ...] = (
+    # The second pair is the materialised prefill, on the dense extend.
+    {
+        **_PHASES[0],
+        "method": "extend, absorbed or materialised",
+        "head_dims": HeadDims(pairs=(LATENT, MATERIALISED)),
+    },
+    {**_PHASES[1], "method": "absorbed split-KV decode", "head_dims": HeadDims(pairs=(LATENT,))},
+)
+
+
 def _triton(
-    architectures: tuple[str, ...], fp8: tuple[str, ...], dtypes: tuple[str, ...], **fields: Any
+    architectures: tuple[str, ...],
+    fp8: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    phases: tuple[dict[str, Any], ...] = _PHASES,
+    **fields: Any,
 ) -> tuple[CapabilityRow, ...]:
     """Rows of every phase, for KV of the model's dtype or of the chip's fp8 kinds."""
+    common = {**_COMMON, **fields}
     return tuple(
         row
-        for phase in _PHASES
-        for row in per_dtype(*dtypes, fp8=fp8, architectures=architectures, **_COMMON, **phase, **fields)
+        for phase in phases
+        for row in per_dtype(*dtypes, fp8=fp8, architectures=architectures, **common, **phase)
     )
 
 
@@ -100,12 +117,14 @@ _TRITON_MLA = tuple(
         chips,
         fp8,
         HALVES,
+        _MLA_PHASES,
         kinds=(ModelKind.MLA,),
-        head_dims=HeadDims(pairs=(LATENT,)),
-        features=(Feature.LOGIT_CAP, *_SCALED, *_MASKS),
+        layouts=(NHD, HND),
+        features=(Feature.LOGIT_CAP, Feature.Q_ROPE, *_SCALED, *_MASKS),
+        determinism=2,  # asked for: no splits, one tile size, absorbed always
         degraded=_SMALL_LDS if chips in (arch.GFX11, arch.GFX12) else None,
-        source="own kernels, planned: sglang-facts §3.1, §4.1 (SGLang's default on SM80 to SM89, SM120 and "
-        "for most head counts on HIP); LDS budget: ROCm/aiter#5229",
+        source="own kernels, run in the interpreter only: sglang-facts §3.1, §4.1 (SGLang's default on SM80 "
+        "to SM89, SM120 and for most head counts on HIP); LDS budget: ROCm/aiter#5229",
     )
 )
 
@@ -151,7 +170,10 @@ RECORDS = (
         name="triton",
         summary="own Triton kernels: split-KV decode, extend over prefix and new tokens, MLA, verify masks",
         rows=(*_TRITON_DENSE, *_TRITON_MLA),
-        targets={ModelKind.DENSE: "anyattn.backends.portable.triton:TritonAttention"},
+        targets={
+            ModelKind.DENSE: "anyattn.backends.portable.triton:TritonAttention",
+            ModelKind.MLA: "anyattn.backends.portable.triton_mla:TritonMLA",
+        },
     ),
     BackendRecord(
         name="flex_attention",

@@ -119,7 +119,7 @@ class AttentionBackend(StepBackend):
         self._check_batch(batch)
         tree_mask = self.traits(batch.forward_mode).tree_mask
         plan = self.compiler.prepare(batch, self._buffers, tree_mask=tree_mask)
-        self.mla.prepare(plan)
+        self.mla.prepare(plan, in_capture=in_capture)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
         return plan

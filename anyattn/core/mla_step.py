@@ -43,15 +43,15 @@ class MLAPlanner:
         # The cheaper method depends on who else is in the batch, and so would the bits.
         self._invariant = deterministic is Determinism.BATCH_INVARIANT
 
-    def prepare(self, plan: Plan) -> None:
-        """Host half: the method, and the lengths of its parts.
+    def prepare(self, plan: Plan, *, in_capture: bool = False) -> None:
+        """Host half: the method, and the lengths of its parts. A graph bakes no lengths: it is absorbed.
 
         Raises:
             FeatureError: a step that needs a method which the backend's row doesn't have.
         """
         if not self._specs:
             return
-        method = self._method(plan)
+        method = self._method(plan, in_capture)
         plan.mla_method = method
         if method.expands:
             assert plan.host_seq_lens is not None
@@ -69,13 +69,14 @@ class MLAPlanner:
             for part in (plan.mla_keys.new, *plan.mla_keys.prefix):
                 part.fill(self.table.req_to_token, plan.req_pool_indices)
 
-    def _method(self, plan: Plan) -> MLAMethod:
+    def _method(self, plan: Plan, in_capture: bool) -> MLAMethod:
         mode = plan.key.mode
         if mode is ForwardMode.IDLE:
             return MLAMethod.ABSORBED
         row = self._row_for(mode)
         able = frozenset.intersection(*(methods_of(row, spec) for spec in self._specs))
-        exact, plain = plan.host_seq_lens is not None, plan.batch.mask is None and not self._windowed
+        exact = plan.host_seq_lens is not None and not in_capture
+        plain = plan.batch.mask is None and not self._windowed
         usable = able if exact and plain else able - {MLAMethod.MATERIALISED}
         if not usable:
             raise FeatureError(

@@ -1,0 +1,151 @@
+"""`triton` for latent layers: absorbed decode and extend, materialised prefill on the dense kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from anyattn.core.batch import ForwardMode
+from anyattn.core.call import AttentionCall
+from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.groups import PlanGroup
+from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.mla import materialised_spec
+from anyattn.core.mla_keys import KeyPart
+from anyattn.core.mla_prefill import run_materialised
+from anyattn.core.plan import Plan
+from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits
+from anyattn.errors import PoolError
+from anyattn.kernels.triton import attention as kernels
+from anyattn.kernels.triton import mla
+from anyattn.kernels.triton.configs import choose_extend
+from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
+from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
+from anyattn.kernels.triton.metadata_launch import FusedFiller
+
+__all__ = ["TritonMLA"]
+
+_MANY = 1 << 20  # query rows of a long prefill
+
+
+@dataclass(eq=False)
+class _Step:
+    """`Plan.private`: tiles per plan group, and one split-KV workspace for all of its layers."""
+
+    kernel: mla.MLAStep
+    tiles: dict[PlanGroup, MLATiles] = field(default_factory=dict)
+    splits: dict[PlanGroup, mla.Partials | None] = field(default_factory=dict)
+
+
+class TritonMLA(AttentionBackend):
+    """Reads latents straight from `req_to_token` (REQUEST_TABLE); new tokens are read back as stored."""
+
+    def __init__(self, config: BackendConfig) -> None:
+        """Raises `PoolError` for a pool without latents."""
+        super().__init__(config)
+        if not isinstance(self.pool, MLAPool):
+            raise PoolError(
+                "triton reads latent pools here", asked=type(self.pool).__name__, allowed="MLAPool"
+            )
+        self._latents = self.pool
+        self.compiler.filler = FusedFiller(self.table)
+        self._caches: dict[int, mla.LatentCache] = {}
+        self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
+        self._invariant = config.deterministic is Determinism.BATCH_INVARIANT
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """Kernels read the live request table."""
+        base = super().traits(mode)
+        return replace(base, shared_read_ends=SharedReadEnds.POST_REPLAY, kv_read=KVRead.READ_BACK)
+
+    def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
+        """Tiles, splits and workspace: functions of shapes and bounds, never of device values."""
+        step = plan.private = _Step(
+            mla.MLAStep(
+                self.table.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.prefix_lens,
+                plan.query_offsets, plan.mask_cells, plan.mask_indptr,
+            )
+        )  # fmt: skip
+        for group, heads in self.config.groups.max_q_heads.items():
+            rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
+            tiles = step.tiles[group] = choose_mla(rows, self._arch)
+            if plan.key.mode is ForwardMode.DECODE and not self._invariant:
+                programs = max(1, plan.key.num_requests) * mla.head_blocks(heads, tiles)
+                splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, self._units)
+                step.splits[group] = mla.mla_partials(
+                    plan.key.num_requests, heads, group.v_head_dim, splits, self.pool.device
+                )
+
+    def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """One launch for the latent and its rope part. A layer with shared KV stores nothing."""
+        if layer.spec.kv_shared_with is None:
+            self._cache(layer.layer_id).write(k, loc)
+
+    def forward_decode(self, call: AttentionCall) -> None:
+        """Split-KV decode; batch-invariant steps take the extend's tiles, whoever else is there."""
+        method, step = call.plan.mla_method, call.plan.private
+        if self._invariant or (method is not None and method.expands):
+            self.forward_extend(call)
+            return
+        workspace = step.splits[call.group]
+        if workspace is not None and workspace[1].shape[1] != call.q.shape[1]:
+            tokens, heads, _ = call.q.shape
+            splits = workspace[1].shape[2]
+            workspace = mla.mla_partials(tokens, heads, call.out.shape[2], splits, call.q.device)
+        spec = call.layer.spec
+        mla.mla_decode(
+            call.q, self._cache(call.layer.layer_id), step.kernel, step.tiles[call.group], spec.scale,
+            spec.logit_cap, workspace, call.out, call.lse,
+        )  # fmt: skip
+
+    def forward_extend(self, call: AttentionCall) -> None:
+        """By the plan's method."""
+        method, step, spec = call.plan.mla_method, call.plan.private, call.layer.spec
+        if method is not None and method.expands:
+            run_materialised(call, self.pool, self._ragged)
+            return
+        mla.mla_extend(
+            call.q, self._cache(call.layer.layer_id), step.kernel, step.tiles[call.group], spec.scale,
+            spec.logit_cap, call.out, call.lse,
+        )  # fmt: skip
+
+    def _ragged(
+        self,
+        call: AttentionCall,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        part: KeyPart,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        causal: bool,
+    ) -> None:
+        """The dense extend over keys that are arguments, with offsets of their own."""
+        spec, plan = materialised_spec(call.layer.spec), call.plan
+        heads = kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+        step = kernels.ExtendStep(
+            source=None,
+            req_rows=plan.req_pool_indices,
+            query_offsets=plan.query_offsets,
+            prefix_lens=plan.prefix_lens,
+            pool_lens=None,
+            kv_start=None,
+            key_offsets=part.offsets,
+        )
+        scale = self._cache(call.layer.layer_id).scale
+        unread = kernels.Cache.of(k[None], v[None], "NHD", scale, scale, scaled=False)
+        tiles = choose_extend(plan.max_q_len, spec.head_dim, k.dtype.itemsize, self._arch)
+        variant = kernels.Variant(spec.scale, spec.logit_cap, causal=causal)
+        kernels.extend(call.q, k, v, unread, step, heads, variant, tiles, out, lse)
+
+    def _cache(self, layer_id: int) -> mla.LatentCache:
+        cache = self._caches.get(layer_id)
+        if cache is None:
+            scale, _ = self._latents.scales(layer_id)
+            rank = self._latents.specs[layer_id].v_head_dim
+            cache = self._caches[layer_id] = mla.LatentCache(
+                self._latents.latent_cache(layer_id), scale.device, rank, not scale.is_one
+            )
+        return cache

@@ -1,0 +1,170 @@
+"""Host side of the latent kernels: plain tensors in, launches out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anyattn.kernels.triton.attention import Cache, kv_write
+from anyattn.kernels.triton.configs.choose import power_of_two
+from anyattn.kernels.triton.configs.mla import MLATiles
+from anyattn.kernels.triton.launch import interpreting, launch
+from anyattn.kernels.triton.merge import merge_kernel
+from anyattn.kernels.triton.mla_decode import mla_decode_kernel
+from anyattn.kernels.triton.mla_extend import mla_extend_kernel
+
+__all__ = ["LatentCache", "MLAStep", "Partials", "head_blocks", "mla_decode", "mla_extend", "mla_partials"]
+
+Partials = tuple[torch.Tensor, torch.Tensor]
+"""`([rows, Hq, S, rank], [rows, Hq, S])` in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCache:
+    """Latents of one layer `[pages, P, 1, rank + rope]`, and their scale, float32 `[1]` on the device."""
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    rank: int
+    scaled: bool
+
+    @property
+    def page(self) -> int:
+        """Tokens a page holds."""
+        return self.rows.shape[1]
+
+    @property
+    def rope(self) -> int:
+        """Size of the rotated part."""
+        return self.rows.shape[3] - self.rank
+
+    def write(self, k: torch.Tensor, loc: torch.Tensor) -> None:
+        """Store `k [T, 1, rank + rope]` at slots `loc int64 [T]`: each part once, scaled once, saturated."""
+        parts = Cache.of(
+            self.rows[..., : self.rank], self.rows[..., self.rank :], "NHD", self.scale, self.scale,
+            self.scaled,
+        )  # fmt: skip
+        kv_write(k[..., : self.rank], k[..., self.rank :], parts, loc)
+
+
+@dataclass(frozen=True, eq=False)
+class MLAStep:
+    """The parts of a plan that the kernels read. A mask has `extend_len x seq_len` cells a request."""
+
+    source: torch.Tensor
+    req_rows: torch.Tensor
+    seq_lens: torch.Tensor
+    prefix_lens: torch.Tensor
+    query_offsets: torch.Tensor
+    mask_cells: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+
+
+def head_blocks(heads: int, tiles: MLATiles) -> int:
+    """Programs of a token in decode, without splits."""
+    return -(-heads // tiles.block_rows)
+
+
+def mla_partials(rows: int, heads: int, rank: int, splits: int, device: torch.device) -> Partials | None:
+    """Split-KV workspace, or None without splits."""
+    if splits == 1:
+        return None
+    shape = (rows, heads, splits)
+    return (
+        torch.empty(*shape, rank, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def _common(q: torch.Tensor, cache: LatentCache, tiles: MLATiles) -> dict[str, object]:
+    rows = cache.rows
+    return {
+        "BLOCK_C": max(16, power_of_two(cache.rank)), "BLOCK_R": max(16, power_of_two(cache.rope)),
+        # The interpreter's `tl.dot` is wrong for bf16 (silently): it computes in float32 there.
+        "UPCAST": interpreting() and q.dtype is torch.bfloat16,
+        "FLAT": rows.stride(0) == rows.stride(1) * cache.page, "WIDE": rows.numel() >= 1 << 31,
+        "SUB": min(cache.page & -cache.page, tiles.block_n),
+    }  # fmt: skip
+
+
+def mla_decode(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    cap: float | None,
+    workspace: Partials | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """`q [B, Hq, rank + rope]` against each request's latents -> `out [B, Hq, rank]`, `lse [B, Hq]`."""
+    heads, splits = q.shape[1], 1 if workspace is None else workspace[1].shape[2]
+    lse_arg = step.seq_lens if lse is None else lse
+    part_out, part_lse = (out, lse_arg) if workspace is None else workspace
+    shared = _common(q, cache, tiles)
+    args = (
+        q, cache.rows, step.source, step.req_rows, step.seq_lens, cache.scale, out, lse_arg,
+        part_out, part_lse,
+        q.stride(0), q.stride(1), cache.rows.stride(0), cache.rows.stride(1), step.source.stride(0),
+        out.stride(0), out.stride(1), lse_arg.stride(0), scale, cap or 0.0, splits, 2 if splits > 1 else 1,
+    )  # fmt: skip
+    constexprs = {
+        "PAGE": cache.page, "SUB": shared["SUB"], "HEADS": heads, "RANK": cache.rank, "ROPE": cache.rope,
+        "BLOCK_C": shared["BLOCK_C"], "BLOCK_R": shared["BLOCK_R"], "BLOCK_H": tiles.block_rows,
+        "BLOCK_N": tiles.block_n, "HAS_CAP": cap is not None, "WRITE_LSE": lse is not None,
+        "SPLIT": splits > 1, "UPCAST": shared["UPCAST"], "FLAT": shared["FLAT"], "WIDE": shared["WIDE"],
+    }  # fmt: skip
+    grid = (q.shape[0] * head_blocks(heads, tiles) * splits,)
+    launch(mla_decode_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    if splits == 1:
+        return
+    merge_args = (
+        part_out, part_lse, out, out, lse_arg, out.stride(0), out.stride(1), lse_arg.stride(0), heads, splits
+    )  # fmt: skip
+    merge_constexprs = {
+        "DV": cache.rank, "BLOCK_DV": shared["BLOCK_C"], "BLOCK_S": min(8, power_of_two(splits)),
+        "HAS_SINKS": False, "WRITE_LSE": lse is not None,
+    }  # fmt: skip
+    launch(merge_kernel, (q.shape[0] * heads,), merge_args, merge_constexprs, num_warps=2, num_stages=2)
+
+
+def mla_extend(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    cap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """`q [T, Hq, rank + rope]` of ragged requests -> `out [T, Hq, rank]`, `lse [T, Hq]`."""
+    heads = q.shape[1]
+    pack = next(n for n in range(min(heads, tiles.block_rows), 0, -1) if heads % n == 0)
+    num_blocks = q.shape[0] // (tiles.block_rows // pack) + step.req_rows.shape[0]
+    lse_arg = step.seq_lens if lse is None else lse
+    cells = step.seq_lens if step.mask_cells is None else step.mask_cells
+    if cells.dtype is torch.bool:
+        cells = cells.view(torch.uint8)
+    shared = _common(q, cache, tiles)
+    args = (
+        q, cache.rows, step.source, step.req_rows, step.query_offsets, step.prefix_lens, cells,
+        step.seq_lens if step.mask_indptr is None else step.mask_indptr, cache.scale, out, lse_arg,
+        q.stride(0), q.stride(1), cache.rows.stride(0), cache.rows.stride(1), step.source.stride(0),
+        out.stride(0), out.stride(1), lse_arg.stride(0), scale, cap or 0.0,
+        step.req_rows.shape[0], num_blocks,
+    )  # fmt: skip
+    constexprs = {
+        "PAGE": cache.page, "SUB": shared["SUB"], "HEADS": heads, "PACK": pack,
+        "RANK": cache.rank, "ROPE": cache.rope,
+        "BLOCK_C": shared["BLOCK_C"], "BLOCK_R": shared["BLOCK_R"],
+        "BLOCK_M": tiles.block_rows, "BLOCK_N": tiles.block_n,
+        "HAS_MASK": step.mask_cells is not None, "HAS_CAP": cap is not None, "WRITE_LSE": lse is not None,
+        "UPCAST": shared["UPCAST"], "FLAT": shared["FLAT"], "WIDE": shared["WIDE"],
+    }  # fmt: skip
+    launch(
+        mla_extend_kernel, (num_blocks * (heads // pack),), args, constexprs,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
