@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anyattn.api import select
-    from anyattn.core import kv
-    from anyattn.core.assemble import create_backend
+    from anyattn.core import kv, speculative
+    from anyattn.core.assemble import create_backend, create_draft_backend
     from anyattn.core.batch import Exact, ExplicitMask, ForwardBatch, ForwardMode, UpperBound
     from anyattn.core.call import LayerInputs, LayerOutput
     from anyattn.core.capabilities import Feature
     from anyattn.core.context import current_context, forward_context
     from anyattn.core.layer import AttentionLayer
+    from anyattn.core.masks import TreeMaskMode, VerifyMask
     from anyattn.core.select.decision import Decision
     from anyattn.core.spec import AttentionKind, AttentionSpec, Limits, MLASpec
     from anyattn.core.state import AttentionState
@@ -41,12 +42,16 @@ _HOMES = {
     "LayerOutput": "anyattn.core.call",
     "Limits": "anyattn.core.spec",
     "MLASpec": "anyattn.core.spec",
+    "TreeMaskMode": "anyattn.core.masks",
     "UpperBound": "anyattn.core.batch",
+    "VerifyMask": "anyattn.core.masks",
     "create_backend": "anyattn.core.assemble",
+    "create_draft_backend": "anyattn.core.assemble",
     "current_context": "anyattn.core.context",
     "forward_context": "anyattn.core.context",
     "kv": "anyattn.core",
     "select": "anyattn.api",
+    "speculative": "anyattn.core",
 }
 
 __all__ = [
@@ -65,21 +70,25 @@ __all__ = [
     "LayerOutput",
     "Limits",
     "MLASpec",
+    "TreeMaskMode",
     "UpperBound",
+    "VerifyMask",
     "__version__",
     "create_backend",
+    "create_draft_backend",
     "current_context",
     "forward_context",
     "kv",
     "select",
+    "speculative",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'anyattn' has no attribute {name!r}")
-    if name == "kv":
-        value: Any = importlib.import_module("anyattn.core.kv")
+    if name in ("kv", "speculative"):
+        value: Any = importlib.import_module(f"anyattn.core.{name}")
     else:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value

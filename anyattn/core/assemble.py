@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +16,16 @@ from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
+from anyattn.core.select.pages import TOKEN_MAJOR
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
 from anyattn.core.wrappers.hybrid import HybridBackend, VerifyRoute
-from anyattn.errors import AnyattnError, BackendBuildError, PoolError
+from anyattn.errors import AnyattnError, BackendBuildError, FeatureError, PoolError
 
 if TYPE_CHECKING:
     from anyattn.core.select.decision import Decision, PhaseChoice
 
-__all__ = ["create_backend", "table_form"]
+__all__ = ["create_backend", "create_draft_backend", "table_form"]
 
 
 def table_form(form: FormSpec, kernel_page: int) -> TableForm:
@@ -71,6 +73,52 @@ def create_backend(
     backend = prefill if one else HybridBackend(prefill, decode, verify or verifier)
     backend.decision = decision
     return backend
+
+
+def create_draft_backend(
+    decision: Decision, pool: KVPool, table: RequestTable, *, branches: int = 1
+) -> AttentionBackend | HybridBackend:
+    """The backend of a draft model, chosen for that role (`decision.draft`), on the draft's pool.
+
+    It serves DECODE and DRAFT_EXTEND; the draft's own prefill goes where `decision.prefill` says.
+
+    Args:
+        decision: made for the draft model's layers.
+        branches: draft decode steps run this many branches a request (`DraftInfo`). More than one need
+            slots that lie anywhere: the backend is built for a token-granular table, alone.
+
+    Raises:
+        SelectionError: no backend can draft. PoolError, BackendBuildError: as `create_backend`.
+        FeatureError: a backend that reads pages and is to run more than one branch.
+    """
+    _check_pool(decision, pool, table)
+    choice = decision.phase(Phase.DRAFT)
+    if branches > 1:
+        choice = _token_granular(choice, pool)
+    choices = {Phase.DECODE: choice, Phase.DRAFT: choice}
+    if branches > 1:
+        drafter = _build_all(decision, choices, pool, table)[Phase.DRAFT]
+        drafter.decision = decision
+        return drafter
+    built = _build_all(decision, choices | {Phase.PREFILL: decision.prefill}, pool, table)
+    prefill, draft = built[Phase.PREFILL], built[Phase.DRAFT]
+    backend = draft if prefill is draft else HybridBackend(prefill, draft, "prefill", draft)
+    backend.decision = decision
+    return backend
+
+
+def _token_granular(choice: PhaseChoice, pool: KVPool) -> PhaseChoice:
+    """The choice with a table of single slots. Raises `FeatureError` where its kernel reads pages."""
+    form, pages = choice.row.form, choice.row.pages
+    token_major = pool.layout in TOKEN_MAJOR or form.kind in ("token_csr", "request_table")
+    if pool.page_size > 1 and not (form.kernel_page in (0, 1) and pages.allows(1) and token_major):
+        raise FeatureError(
+            f"{choice.backend} reads whole pages: branches of a draft lie in slots of any page",
+            asked=f"several branches on pages of {pool.page_size} ({pool.layout})",
+            allowed="one branch, pages of 1, or a backend that reads slots",
+            hint='select(..., draft="torch_native"), or page_size=1 for the draft\'s pool',
+        )
+    return replace(choice, kernel_page=1)
 
 
 def _build_all(

@@ -24,7 +24,7 @@ class HybridBackend(StepBackend):
     """Routes each mode to one child; a plan of the hybrid *is* the child's plan.
 
     DECODE and IDLE go to `decode`, TARGET_VERIFY to `verify` (one of the two by name, or a third
-    backend), all else to `prefill`.
+    backend), DRAFT_EXTEND to `draft` where there is one, all else to `prefill`.
     """
 
     def __init__(
@@ -32,14 +32,15 @@ class HybridBackend(StepBackend):
         prefill: AttentionBackend,
         decode: AttentionBackend,
         verify: VerifyRoute | AttentionBackend = "prefill",
+        draft: AttentionBackend | None = None,
     ) -> None:
         """Raises `ConfigError` if the children don't share one pool and request table."""
         if isinstance(verify, str) and verify not in ("prefill", "decode"):
             raise ConfigError("verify route", asked=verify, allowed="prefill, decode, or a backend")
         if isinstance(verify, str):
             verify = decode if verify == "decode" else prefill
-        self.prefill, self.decode, self.verify = prefill, decode, verify
-        distinct = tuple(dict.fromkeys((prefill, decode, verify)))
+        self.prefill, self.decode, self.verify, self.draft = prefill, decode, verify, draft or prefill
+        distinct = tuple(dict.fromkeys((prefill, decode, verify, self.draft)))
         self.children = distinct
         if any(c.pool is not prefill.pool or c.table is not prefill.table for c in distinct):
             raise ConfigError("the backends of a hybrid share one pool and one request table")
@@ -51,7 +52,7 @@ class HybridBackend(StepBackend):
             return self.decode
         if mode is ForwardMode.TARGET_VERIFY:
             return self.verify
-        return self.prefill
+        return self.draft if mode is ForwardMode.DRAFT_EXTEND else self.prefill
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Exactly those of the child that serves `mode`."""

@@ -94,6 +94,37 @@ class KVPool(ABC):
     def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(k [n, Hkv, D], v [n, Hkv, Dv])` at `slots [n]`, as stored (no scale applied)."""
 
+    def caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """Storage of a layer as views `[pages, P, ...]`, each byte once.
+
+        Raises:
+            PoolError: a layout whose slots aren't addressable.
+        """
+        raise PoolError(
+            "the slots of this pool can't be moved",
+            asked=f"{type(self).__name__} ({self.layout})",
+            allowed="a pool with one row of storage per slot",
+            hint="verify chains only, or use the NHD or HND layout",
+        )
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the KV of slots `source [n]` to slots `target [n]` in every layer, bit for bit.
+
+        All is read before anything is written, so the two may overlap. Targets are distinct, but for
+        slot 0. Slots are those of the request table; int64 on the pool's device; no host sync.
+        """
+        for layer_id, spec in enumerate(self.specs):
+            if spec.kv_shared_with is not None:
+                continue
+            slot_map = self.slot_map(layer_id)
+            read, write = (
+                s if slot_map is None else slot_map[s].long().clamp_min(0) for s in (source, target)
+            )
+            for cache in self.caches(layer_id):
+                raw = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+                kept = raw[read // self.page_size, read % self.page_size]
+                raw[write // self.page_size, write % self.page_size] = kept
+
     @abstractmethod
     def scales(self, layer_id: int) -> tuple[KVScale, KVScale]:
         """`(k_scale, v_scale)` of a layer."""

@@ -109,6 +109,11 @@ class MHAPool(KVPool):
         """V storage in the pool's layout."""
         return self._v[self.storage_layer(layer_id)]
 
+    def caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """K and V as `[pages, P, Hkv, size]` views."""
+        stored = self.key_cache(layer_id), self.value_cache(layer_id)
+        return stored if self.layout == "NHD" else tuple(c.transpose(1, 2) for c in stored)
+
     def write(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at slots `loc`. A layer with shared KV stores nothing."""
         if self.specs[layer_id].kv_shared_with is not None:

@@ -77,6 +77,10 @@ class MLAPool(KVPool):
         """The first `rank` columns of `key_cache`, a view."""
         return self.key_cache(layer_id)[..., : self.specs[layer_id].v_head_dim]
 
+    def caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The latents; V is a part of them."""
+        return (self.latent_cache(layer_id),)
+
     def write(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
         """Store `k [T, 1, rank + rope]` at slots `loc`; v is a part of it and isn't looked at.
 
