@@ -14,7 +14,7 @@ from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
-from anyattn.core.traits import KVRead, SharedReadEnds, Traits
+from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits
 from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
@@ -22,6 +22,8 @@ from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["TritonAttention"]
+
+_ANY_ROWS = 1 << 20
 
 
 @dataclass(eq=False)
@@ -35,10 +37,16 @@ class _Step:
 
 
 class TritonAttention(AttentionBackend):
-    """Split-KV decode and variable-length extend straight from `req_to_token` (REQUEST_TABLE)."""
+    """Split-KV decode and variable-length extend straight from `req_to_token` (REQUEST_TABLE).
+
+    Batch-invariant on request: then every row runs in one pass of the extend kernel over the pool, with one
+    tile for all shapes, anchored at position 0: what a row sums, and in which order, depends on its own
+    keys alone.
+    """
 
     def __init__(self, config: BackendConfig) -> None:
         """Raises `PoolError` for a pool that isn't NHD or HND."""
+        self._invariant = config.deterministic is Determinism.BATCH_INVARIANT
         super().__init__(config)
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
@@ -49,12 +57,13 @@ class TritonAttention(AttentionBackend):
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the live request table; new tokens are attended to as given, except in decode."""
         base = super().traits(mode)
+        read_back = self._invariant or mode is ForwardMode.DECODE
         return Traits(
             host_lengths=base.host_lengths,
             shared_read_ends=SharedReadEnds.POST_REPLAY,
             graph=base.graph,
             determinism=base.determinism,
-            kv_read=KVRead.READ_BACK if mode is ForwardMode.DECODE else KVRead.DIRECT,
+            kv_read=KVRead.READ_BACK if read_back else KVRead.DIRECT,
             tolerates_nan_tail=base.tolerates_nan_tail,
         )
 
@@ -65,6 +74,9 @@ class TritonAttention(AttentionBackend):
         for group, num_q in self.config.groups.max_q_heads.items():
             heads = kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
             dim = max(heads.dim, heads.v_dim)
+            if self._invariant:
+                step.extend[group] = choose_extend(_ANY_ROWS, dim, itemsize, self._arch)
+                continue
             if plan.max_q_len == 1 and group.table.kind is not AttentionKind.ENCODER_ONLY:
                 bound = plan.max_kv_len if group.table.window is None else group.table.window
                 programs = max(1, plan.key.num_requests) * kernels.decode_programs(heads)
@@ -82,7 +94,7 @@ class TritonAttention(AttentionBackend):
 
     def forward_decode(self, call: AttentionCall) -> None:
         """Split-KV decode over everything in the pool."""
-        if not call.stored or call.table is None:
+        if self._invariant or not call.stored or call.table is None:
             self.forward_extend(call)
             return
         group = call.group
@@ -101,7 +113,7 @@ class TritonAttention(AttentionBackend):
         plan, table = call.plan, call.table
         cross = call.layer.spec.kind is AttentionKind.CROSS
         # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
-        in_pool = call.stored and self._exact_kv(call.layer.layer_id)
+        in_pool = call.stored and (self._invariant or self._exact_kv(call.layer.layer_id))
         direct = call.k is not None and not in_pool
         pool_lens = None
         if table is not None and not (cross and direct):
@@ -121,7 +133,7 @@ class TritonAttention(AttentionBackend):
         k, v = (call.k, call.v) if direct else (None, None)
         kernels.extend(
             call.q, k, v, self._cache(call.layer.layer_id), step, self._heads(call), self._variant(call),
-            plan.private.extend[call.group], call.out, call.lse,
+            plan.private.extend[call.group], call.out, call.lse, anchor=self._invariant,
         )  # fmt: skip
 
     def _source(self, call: AttentionCall) -> torch.Tensor:

@@ -231,11 +231,13 @@ def extend(
     lse: torch.Tensor | None,
     *,
     pack: int | None = None,
+    anchor: bool = False,
 ) -> None:
     """`q [T, Hq, D]` of ragged requests -> `out [T, Hq, Dv]`, `lse [T, Hq]` natural log.
 
     With `k`, `v` this step's own tokens are read from them and `step.pool_lens` counts the cached ones;
     without, everything is in the pool. `pack` query heads of a KV head share a program (default: all).
+    `anchor`: tiles begin at absolute positions (batch invariance).
     """
     if pack is None:
         pack = heads.group if heads.group <= config.block_m else 1
@@ -275,7 +277,7 @@ def extend(
         "HAS_MASK": step.mask_cells is not None, "HAS_POSITIONS": step.positions is not None,
         "HAS_WINDOW": variant.window is not None, "HAS_CAP": variant.cap is not None,
         "HAS_SINKS": variant.sinks is not None, "WRITE_LSE": lse is not None, "UPCAST": _upcast(q.dtype),
-        "FLAT": cache.flat, "WIDE": cache.wide,
+        "FLAT": cache.flat, "WIDE": cache.wide, "ANCHOR": anchor and variant.window is not None,
     }  # fmt: skip
     options = {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
     launch(

@@ -63,13 +63,15 @@ def extend_kernel(
     POOL: tl.constexpr, DIRECT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, ANCHOR: tl.constexpr,
 ):  # fmt: skip
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
     PACK query heads of a KV head are rows of one block (`num_heads` is then Hq / PACK). POOL reads
-    `pool_lens` tokens through the table (and `slot_map`, where there is one), DIRECT rows `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M //
-    PACK` tokens a block; `num_blocks >= T // TOKENS + B`.
+    `pool_lens` tokens through the table (and `slot_map`, where there is one), DIRECT rows
+    `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M // PACK` tokens a block; `num_blocks >= T // TOKENS +
+    B`. ANCHOR begins tiles at multiples of BLOCK_N from position 0, so that a row's reduction order
+    doesn't depend on where its table or its step begins.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     pid = tl.program_id(0)
@@ -130,6 +132,9 @@ def extend_kernel(
             end = tl.minimum(end, prefix + last)
         if HAS_WINDOW:
             start += tl.maximum(earliest - start, 0) // SUB * SUB
+        lower = start
+        if ANCHOR:
+            start = start // BLOCK_N * BLOCK_N
         table = source + tl.load(req_rows + b) * source_row
         k_base = k_cache + kv_head.to(tl.int64) * k_head
         v_base = v_cache + kv_head.to(tl.int64) * v_head
@@ -145,6 +150,8 @@ def extend_kernel(
             ahead = table_slots(table, n + BLOCK_N + entry, n + BLOCK_N + entry < end, slot_map)
             column = n + offs_n
             live = column < end
+            if ANCHOR:
+                live = live & (column >= lower)
             k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
             key = tl.load(k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & in_d, other=0.0)
             v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
@@ -155,7 +162,7 @@ def extend_kernel(
             if HAS_CAP:
                 qk = capped(qk, logit_scale, cap)
             # Whole tiles that every row sees skip the mask: the condition is the same for all threads.
-            if HAS_MASK or HAS_WINDOW or n + BLOCK_N > full:
+            if HAS_MASK or HAS_WINDOW or ANCHOR or n + BLOCK_N > full:
                 k_pos = column
                 if HAS_POSITIONS and not DIRECT:
                     new = tl.load(
