@@ -1,0 +1,77 @@
+"""Latent entries for ahead-of-time compilation, on DeepSeek's sizes, with the package's tiles.
+
+anyattn verify-compile --configs anyattn.kernels.triton.configs.aot_mla:ENTRIES
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from anyattn.kernels.triton import mla
+from anyattn.kernels.triton.aot import TARGETS, Entry, Target
+from anyattn.kernels.triton.configs.mla import choose_mla, choose_splits
+
+__all__ = ["ENTRIES", "decode", "extend"]
+
+_RANK, _ROPE, _PAGE, _BATCH, _CONTEXT = 512, 64, 64, 64, 8192
+_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1201")
+"""Chips whose compiler converts the e4m3 type of their maker."""
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cache(target: Target, fp8: bool) -> mla.LatentCache:
+    """More than 2^31 elements, as in service."""
+    dtype = torch.bfloat16
+    if fp8:
+        dtype = torch.float8_e4m3fnuz if target.name == "gfx942" else torch.float8_e4m3fn
+    pages = (1 << 31) // (_PAGE * (_RANK + _ROPE)) + 1
+    rows = _empty(pages, _PAGE, 1, _RANK + _ROPE, dtype=dtype)
+    return mla.LatentCache(rows, _empty(1, dtype=torch.float32), _RANK, fp8)
+
+
+def _step(tokens: int, mask: bool) -> mla.MLAStep:
+    return mla.MLAStep(
+        _empty(257, 32768), _empty(_BATCH, dtype=torch.int64), _empty(_BATCH), _empty(_BATCH),
+        _empty(_BATCH + 1),
+        _empty(tokens * _CONTEXT, dtype=torch.bool) if mask else None,
+        _empty(_BATCH + 1, dtype=torch.int64) if mask else None,
+    )  # fmt: skip
+
+
+def decode(heads: int, batch: int, fp8: bool, target: Target) -> None:
+    """Decode, and the merge of its splits where the chip's rule splits."""
+    tiles = choose_mla(heads, target.name.replace("_", ""))
+    programs = batch * mla.head_blocks(heads, tiles)
+    splits = choose_splits(programs, _CONTEXT, tiles.block_n, target.units)
+    mla.mla_decode(
+        _empty(batch, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, fp8), _step(batch, False),
+        tiles, 192**-0.5, None, mla.mla_partials(batch, heads, _RANK, splits, torch.device("meta")),
+        _empty(batch, heads, _RANK, dtype=torch.bfloat16), None,
+    )  # fmt: skip
+
+
+def extend(heads: int, new: int, mask: bool, target: Target) -> None:
+    """Absorbed extend of `new` tokens a request."""
+    tokens = _BATCH * new
+    mla.mla_extend(
+        _empty(tokens, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, False),
+        _step(tokens, mask), choose_mla(heads * new, target.name.replace("_", "")), 192**-0.5, None,
+        _empty(tokens, heads, _RANK, dtype=torch.bfloat16), _empty(tokens, heads, dtype=torch.float32),
+    )  # fmt: skip
+
+
+_ALL = tuple(TARGETS)
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False), _ALL, "mla_decode_kernel", True),
+    Entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False), _ALL, "mla_decode_kernel", True),
+    Entry("mla-decode/128-heads-fp8", partial(decode, 128, _BATCH, True), _FP8, "mla_decode_kernel", True),
+    Entry("mla-extend/128-heads-mask", partial(extend, 128, 4, True), _ALL, "mla_extend_kernel", True),
+    Entry("mla-extend/16-heads", partial(extend, 16, 512, False), _ALL, "mla_extend_kernel", True),
+)
+"""Sixteen heads are a rank's share of 128."""
