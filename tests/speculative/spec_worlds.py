@@ -24,7 +24,9 @@ def random_tree(rng: random.Random, nodes: int) -> Tree:
 class VerifyWorld:
     """A backend with prefixes in its pool, and trees to verify on top of them."""
 
-    def __init__(self, seed: int, *, uniform: bool = False, **case: object) -> None:
+    def __init__(
+        self, seed: int, *, uniform: bool = False, backend: str = "torch_native", **case: object
+    ) -> None:
         rng = random.Random(seed)
         count = rng.randint(1, 4)
         nodes = [rng.randint(1, 8) for _ in range(count)]
@@ -36,8 +38,7 @@ class VerifyWorld:
         self.case = Case(
             mode="verify", prefix_lens=tuple(self.prefix), extend_lens=tuple(self.trees.draft_lens), **options
         )
-        backend = options.pop("backend", "torch_native")
-        self.world = World(self.case, backend=str(backend))
+        self.world = World(self.case, backend=backend)
         for slots, prefix in zip(self.world.slots, self.prefix, strict=True):
             self.world.fill(slots[:prefix])
         tokens = sum(self.trees.draft_lens)

@@ -155,7 +155,7 @@ class TritonAttention(AttentionBackend):
             cache = self._caches[layer_id] = kernels.Cache.of(
                 pool.key_cache(layer_id), pool.value_cache(layer_id), pool.layout,
                 k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
-                pool.slot_map(layer_id),
+                pool.slot_map(layer_id), self.config.form.kernel_page,
             )  # fmt: skip
         return cache
 

@@ -146,6 +146,10 @@ class TritonMLA(AttentionBackend):
             scale, _ = self._latents.scales(layer_id)
             rank = self._latents.specs[layer_id].v_head_dim
             cache = self._caches[layer_id] = mla.LatentCache(
-                self._latents.latent_cache(layer_id), scale.device, rank, not scale.is_one
+                self._latents.latent_cache(layer_id),
+                scale.device,
+                rank,
+                not scale.is_one,
+                self.config.form.kernel_page,
             )
         return cache

@@ -35,7 +35,8 @@ class Cache:
 
     `k`, `v`: storage; strides in elements between pages, rows of a page and heads. `k_scale`, `v_scale`:
     float32 `[1]` or `[Hkv]` on the device. `slot_map`: int32 `[S]`, request tables list slots of another pool
-    and `slot_map[slot]` is the one here; None = no translation.
+    and `slot_map[slot]` is the one here; None = no translation. `run`: tokens that are sure to lie in
+    consecutive slots (the table's granularity), 0 = a page.
     """
 
     k: torch.Tensor
@@ -47,6 +48,7 @@ class Cache:
     v_scale: torch.Tensor
     scaled: bool
     slot_map: torch.Tensor | None = None
+    run: int = 0
     memo: dict[Any, dict[str, Any]] = field(default_factory=dict)
     """Constexprs of this layer's launches: the same every step."""
 
@@ -63,14 +65,14 @@ class Cache:
     @staticmethod
     def of(
         k: torch.Tensor, v: torch.Tensor, layout: str, k_scale: torch.Tensor, v_scale: torch.Tensor,
-        scaled: bool, slot_map: torch.Tensor | None = None,
+        scaled: bool, slot_map: torch.Tensor | None = None, run: int = 0,
     ) -> Cache:  # fmt: skip
         """From `[pages, P, Hkv, D]` (NHD) or `[pages, Hkv, P, D]` (HND)."""
         row, head = (1, 2) if layout == "NHD" else (2, 1)
         return Cache(
             k, v,
             (k.stride(0), k.stride(row), k.stride(head)), (v.stride(0), v.stride(row), v.stride(head)),
-            k.shape[row], k_scale, v_scale, scaled, slot_map,
+            k.shape[row], k_scale, v_scale, scaled, slot_map, run,
         )  # fmt: skip
 
 
@@ -105,9 +107,10 @@ class Variant:
     causal: bool = True
 
 
-def _sub_page(page: int, block_n: int) -> int:
-    """Consecutive tokens one table entry serves: the largest power of two in the page, at most a tile."""
-    return min(page & -page, block_n)
+def _sub_page(cache: Cache, block_n: int) -> int:
+    """Consecutive tokens one table entry serves: the largest power of two in the run, at most a tile."""
+    run = cache.run or cache.page
+    return min(run & -run, block_n)
 
 
 def _upcast(dtype: torch.dtype) -> bool:
@@ -138,7 +141,7 @@ def _decode_constexprs(
     dtype: torch.dtype,
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "PAGE": cache.page, "SUB": _sub_page(cache.page, config.block_n), "GROUP": heads.group,
+        "PAGE": cache.page, "SUB": _sub_page(cache, config.block_n), "GROUP": heads.group,
         "D": heads.dim, "DV": heads.v_dim,
         "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
         "BLOCK_H": heads.block, "BLOCK_N": config.block_n,
@@ -269,7 +272,7 @@ def extend(
         step.req_rows.shape[0], num_blocks, num_heads,
     )  # fmt: skip
     constexprs = {
-        "PAGE": cache.page, "SUB": _sub_page(cache.page, config.block_n), "GROUP": heads.group, "PACK": pack,
+        "PAGE": cache.page, "SUB": _sub_page(cache, config.block_n), "GROUP": heads.group, "PACK": pack,
         "D": heads.dim, "DV": heads.v_dim,
         "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,

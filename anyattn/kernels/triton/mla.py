@@ -22,12 +22,16 @@ Partials = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LatentCache:
-    """Latents of one layer `[pages, P, 1, rank + rope]`, and their scale, float32 `[1]` on the device."""
+    """Latents of one layer `[pages, P, 1, rank + rope]`, and their scale, float32 `[1]` on the device.
+
+    `run`: as in `attention.Cache`.
+    """
 
     rows: torch.Tensor
     scale: torch.Tensor
     rank: int
     scaled: bool
+    run: int = 0
 
     @property
     def page(self) -> int:
@@ -78,13 +82,13 @@ def mla_partials(rows: int, heads: int, rank: int, splits: int, device: torch.de
 
 
 def _common(q: torch.Tensor, cache: LatentCache, tiles: MLATiles) -> dict[str, object]:
-    rows = cache.rows
+    rows, run = cache.rows, cache.run or cache.page
     return {
         "BLOCK_C": max(16, power_of_two(cache.rank)), "BLOCK_R": max(16, power_of_two(cache.rope)),
         # The interpreter's `tl.dot` is wrong for bf16 (silently): it computes in float32 there.
         "UPCAST": interpreting() and q.dtype is torch.bfloat16,
         "FLAT": rows.stride(0) == rows.stride(1) * cache.page, "WIDE": rows.numel() >= 1 << 31,
-        "SUB": min(cache.page & -cache.page, tiles.block_n),
+        "SUB": min(run & -run, tiles.block_n),
     }  # fmt: skip
 
 
