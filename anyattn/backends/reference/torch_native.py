@@ -16,7 +16,7 @@ from anyattn.core.kv.scales import dequantize
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
-from anyattn.core.traits import Traits
+from anyattn.core.traits import SharedReadEnds, Traits
 
 __all__ = ["TorchNative"]
 
@@ -47,8 +47,12 @@ class TorchNative(AttentionBackend):
     """
 
     def traits(self, mode: ForwardMode) -> Traits:
-        """Tree masks are read in either form."""
-        return replace(super().traits(mode), tree_mask=TreeMaskMode.QLEN_ONLY)
+        """Tree masks are read in either form; tables and lengths are copied while planning."""
+        return replace(
+            super().traits(mode),
+            tree_mask=TreeMaskMode.QLEN_ONLY,
+            shared_read_ends=SharedReadEnds.IN_REPLAY,
+        )
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Row ranges of every request and table, once a step."""
