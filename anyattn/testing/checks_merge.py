@@ -22,7 +22,7 @@ __all__ = ["merge", "sinks_once"]
 
 
 def merge(subject: Subject, case: Case) -> Outcome:
-    """`AttentionState.merge` of two parts is the whole, in output and log-sum-exp. Case: prefixes (m, n)."""
+    """`AttentionState.merge` of two parts is the whole. Case: prefixes of m and n keys, m whole pages."""
     return _merged(subject, case, sinks=False)
 
 

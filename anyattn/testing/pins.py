@@ -25,6 +25,7 @@ class Shape:
     dims: tuple[int, int]
     page: int
     dtypes: tuple[str, str]
+    fp8: tuple[tuple[str, str], ...] = ()
 
     def case(self, **fields: Any) -> Case:
         """A case of this shape."""
@@ -38,13 +39,15 @@ class Shape:
 
 
 def shape_of(declared: Declared, axes: dict[str, list[Any]]) -> Shape:
-    """Small and typical: GQA where it is declared, the smallest head from 16 on, the smallest page from 4 on."""
+    """Small and typical: GQA where it is declared, the smallest head from 16 on, the smallest page from 4."""
     heads = next((h for h in axes["heads"] if h[0] // h[1] == 2 and h[1] > 1), axes["heads"][0])
     dims = min(axes["head_dims"], key=lambda d: (max(d) < 16, sum(d)))
     larger = [p for p in axes["page"] if p >= 4]
     page = min(larger) if larger else axes["page"][-1]
     exact = [d for d in axes["dtypes"] if d[0] == d[1]]
-    return Shape(heads, dims, page, (exact or axes["dtypes"])[0])
+    dtypes = max(exact or axes["dtypes"], key=lambda d: d[0] == "float32")
+    fp8 = {kv: (model, kv) for model, kv in axes["dtypes"] if kv.startswith("float8")}
+    return Shape(heads, dims, page, dtypes, tuple(fp8.values()))
 
 
 def _decode(shape: Shape, *lens: int, **fields: Any) -> Case:
@@ -66,11 +69,13 @@ def pinned(shape: Shape, long: int) -> Iterator[tuple[str, Case]]:
     )
     for edge in (16, 32, 64, 128):
         yield f"tile edge {edge}", _decode(shape, edge - 1, edge, edge + 1, seed=edge)
-    yield "splits", _decode(shape, long, 1, long // 2 + 1, sinks=False, seed=3)
-    yield "splits with sinks", _decode(shape, long, 40, sinks=True, seed=4)
+    one = {"num_q_heads": shape.heads[0] // shape.heads[1], "num_kv_heads": 1}  # few programs: many splits
+    yield "splits", _decode(shape, long, **one, seed=3)
+    yield "splits, lengths that differ", _decode(shape, 1, long // 2 + 1, **one, seed=3)
+    yield "splits with sinks", _decode(shape, long - 1, sinks=True, **one, seed=4)
     yield "nothing cached, nothing new", shape.case(prefix_lens=(0, 3, 0), extend_lens=(1, 0, 4), seed=5)
     yield "log-sum-exp", shape.case(**extend, seed=6)
-    yield "no log-sum-exp", shape.case(**extend, return_lse=False, seed=6)
+    yield "causal rule", shape.case(**extend, return_lse=False, seed=6)
     yield "sinks", shape.case(**extend, sinks=True, seed=7)
     yield "sinks, decode", _decode(shape, 5, 1, 9, sinks=True, seed=8)
     yield "rows that see nothing", shape.case(**extend, mask="random", seed=9)
@@ -90,8 +95,8 @@ def pinned(shape: Shape, long: int) -> Iterator[tuple[str, Case]]:
         shape.case(**extend, strided=True, give_out=True, flat=True, seed=19),
     )
     yield "inputs on the device", shape.case(**extend, device_ints=True, seed=20)
-    yield "padding, decode", _decode(shape, 5, 9, padding=3, seed=21)
-    yield "padding, extend", shape.case(**extend, padding=5, seed=22)
+    yield "padding, decode", _decode(shape, 5, 9, padding=3, give_out=True, seed=21)
+    yield "padding, extend", shape.case(**extend, padding=5, give_out=True, seed=22)
     yield (
         "mixed",
         shape.case(mode="mixed", prefix_lens=(0, 4, 9, 2), extend_lens=(6, 3, 1, 1), num_decode=2, seed=23),
@@ -101,6 +106,13 @@ def pinned(shape: Shape, long: int) -> Iterator[tuple[str, Case]]:
     yield from _kinds(shape, window)
     for layout in ("contiguous", "interleaved", "non_monotonic"):
         yield f"{layout} slots", shape.case(**extend, slot_layout=layout, seed=31)
+    yield "HND layout", shape.case(**extend, layout="HND", seed=48)
+    for model, kv in shape.fp8:
+        yield (
+            f"{kv} saturates",
+            shape.case(**extend, dtype=model, kv_dtype=kv, k_scale=0.005, v_scale=0.004, seed=49),
+        )
+    yield "wide group, decode", _decode(shape, 9, 3, num_q_heads=72, num_kv_heads=1, seed=50)
     yield "many requests", _decode(shape, *(1 + (5 * i) % 23 for i in range(17)), seed=32)
 
 
@@ -172,7 +184,7 @@ def check_cases(shape: Shape, declared: Declared) -> Iterator[tuple[str, Case]]:
     for case in (extend, decode, windowed):
         yield "run-to-run", case
         yield "batch-invariant", case
-    parts = _decode(shape, 20, 8, seed=54)
+    parts = _decode(shape, 5 * shape.page + 1, 8, seed=54)  # whole pages, so that the whole has pages too
     for case in (parts, dataclasses.replace(parts, mode="extend"), dataclasses.replace(parts, logit_cap=2.0)):
         yield "merge", case
         yield "sinks-once", case

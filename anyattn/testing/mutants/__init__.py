@@ -1,0 +1,18 @@
+"""Deliberate faults in the real code: a kit is worth what it catches.
+
+`anyattn verify BACKEND --mutants` applies them one at a time. Ones with a `report` are taken from public
+threads in which that fault was found in some serving system.
+"""
+
+from __future__ import annotations
+
+from anyattn.testing.mutants import core, native, triton
+from anyattn.testing.mutants.patching import Mutant, MutantError, applied
+
+__all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
+
+MUTANTS: dict[str, tuple[Mutant, ...]] = {
+    "torch_native": (*native.MUTANTS, *core.MUTANTS),
+    "triton": triton.MUTANTS,
+}
+"""By the backend that shows them."""
