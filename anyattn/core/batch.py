@@ -35,7 +35,12 @@ _serials = itertools.count(1)
 
 
 class ForwardMode(Enum):
-    """What kind of step this is. `seq_lens` includes the step's own tokens in every mode."""
+    """What kind of step this is. `seq_lens` includes the step's own tokens in every mode.
+
+    SPLIT_PREFILL is an EXTEND whose layers run in ranges, with other steps in between: its plan lives in
+    storage of its own. DLLM_EXTEND computes a block of a block-diffusion model: without a mask, causal layers
+    attend as bidirectional ones (several blocks in a step: `block_causal_mask`).
+    """
 
     DECODE = "decode"
     EXTEND = "extend"

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from anyattn.core.batch import ForwardMode
 from anyattn.core.capabilities import Feature
+from anyattn.core.spec import AttentionKind
 
 if TYPE_CHECKING:
     from anyattn.core.groups import PlanGroup
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan, Table
 
-__all__ = ["AttentionCall", "LayerInputs", "LayerOutput"]
+__all__ = ["AttentionCall", "LayerInputs", "LayerOutput", "step_kind"]
 
 
 class LayerOutput(NamedTuple):
@@ -51,6 +53,13 @@ _INPUT_FEATURES = (
 )
 
 
+def step_kind(kind: AttentionKind, mode: ForwardMode, masked: bool) -> AttentionKind:
+    """The kind that a layer has in a step: an unmasked DLLM_EXTEND makes causal layers bidirectional."""
+    if mode is ForwardMode.DLLM_EXTEND and kind is AttentionKind.CAUSAL and not masked:
+        return AttentionKind.BIDIRECTIONAL
+    return kind
+
+
 @dataclass(slots=True, eq=False)
 class AttentionCall:
     """One layer of one step as an adapter sees it, checked and reshaped.
@@ -75,3 +84,8 @@ class AttentionCall:
     stored: bool
     group: PlanGroup
     inputs: LayerInputs | None = None
+
+    @property
+    def kind(self) -> AttentionKind:
+        """Which keys a query sees in this step: the layer's kind, but for a block of diffusion."""
+        return step_kind(self.layer.spec.kind, self.plan.key.mode, self.plan.mask_cells is not None)

@@ -118,7 +118,9 @@ class AttentionBackend(StepBackend):
         """
         self._check_batch(batch)
         tree_mask = self.traits(batch.forward_mode).tree_mask
-        plan = self.compiler.prepare(batch, self._buffers, tree_mask=tree_mask)
+        # A split prefill's plan is still wanted after the steps in between have used the buffers.
+        buffers = None if batch.forward_mode is ForwardMode.SPLIT_PREFILL else self._buffers
+        plan = self.compiler.prepare(batch, buffers, tree_mask=tree_mask)
         self.mla.prepare(plan, in_capture=in_capture)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
@@ -165,6 +167,8 @@ class AttentionBackend(StepBackend):
             )
         if batch.mask is not None:
             self._require(Feature.EXPLICIT_MASK, batch.forward_mode, "an explicit mask")
+        elif batch.forward_mode is ForwardMode.DLLM_EXTEND:
+            self._require(Feature.BIDIRECTIONAL, batch.forward_mode, "a block whose tokens see each other")
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
             check_drafts(batch, self.config.limits.max_draft_tokens)
             if isinstance(batch.mask, VerifyMask):

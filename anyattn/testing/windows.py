@@ -6,12 +6,13 @@ Storage that nobody may read is NaN at all times: free pages, evicted ones, and 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 import anyattn
+from anyattn.core.blocks import block_causal_mask
 from anyattn.core.kv.allocator import PageAllocator, pages_for
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.pools.window import WindowPool, window_slots_for
@@ -19,7 +20,7 @@ from anyattn.core.kv.window_allocator import WindowAllocator
 from anyattn.core.plan import Plan
 from anyattn.testing import oracle
 
-__all__ = ["Request", "Served", "tree_of"]
+__all__ = ["Open", "Request", "Served", "tree_of"]
 
 _MOST = 4096  # tokens of a request that the oracle's copies have room for
 
@@ -33,6 +34,16 @@ class Request:
     length: int = 0
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Open:
+    """A step between its planning and its end."""
+
+    batch: anyattn.ForwardBatch
+    plan: Plan
+    new: Mapping[Request, int]
+    tree: Mapping[Request, tuple[torch.Tensor, list[int]]] | None
 
 
 class Served:
@@ -90,6 +101,7 @@ class Served:
         self._free_rows = list(range(max_requests))
         random.Random(seed).shuffle(self._free_rows)
         self.plan: Plan | None = None
+        self.block = 8  # tokens of a block of diffusion
         for layer in range(len(self.specs)):
             for cache in (self.pool.key_cache(layer), self.pool.value_cache(layer)):
                 cache.fill_(torch.nan)
@@ -121,17 +133,34 @@ class Served:
 
         `tree`: bool `[new, new]` among the drafts, and their depths; `keep` False: nothing is accepted.
         """
+        opened = self.open(new, mode=mode, tree=tree)
+        worst = self.run(opened, range(len(self.layers)))
+        self.close(opened, keep=keep)
+        return worst
+
+    def open(
+        self,
+        new: Mapping[Request, int],
+        *,
+        mode: str = "extend",
+        tree: Mapping[Request, tuple[torch.Tensor, list[int]]] | None = None,
+    ) -> Open:
+        """A planned step none of whose layers ran yet."""
         batch = self._batch(new, mode, tree)
         self.plan = self.backend.init_forward_metadata(batch)
-        worst = 0.0
-        with anyattn.forward_context(self.backend, self.plan):
-            for index in range(len(self.layers)):
-                worst = max(worst, self._run_layer(index, batch, new, tree))
-        for sequence, count in new.items():
+        return Open(batch, self.plan, new, tree)
+
+    def run(self, opened: Open, layers: Iterable[int]) -> float:
+        """Some layers of a step; their largest error."""
+        with anyattn.forward_context(self.backend, opened.plan):
+            return max(self._run_layer(i, opened.batch, opened.new, opened.tree) for i in layers)
+
+    def close(self, opened: Open, *, keep: bool = True) -> None:
+        """After the last layer: its tokens count, window pages go."""
+        for sequence, count in opened.new.items():
             sequence.length += count if keep else 0
             if isinstance(self.allocator, WindowAllocator) and self.evicting:
                 self._evict(sequence)
-        return worst
 
     # -- one step ------------------------------------------------------------------------------------
 
@@ -154,6 +183,10 @@ class Served:
             return anyattn.ForwardBatch.decode(rows, seq, slots)
         if mode == "mixed":
             return anyattn.ForwardBatch.mixed(rows, prefix, lens, slots)
+        if mode == "dllm_extend":
+            mask = block_causal_mask(prefix, lens, self.block)
+            extend = anyattn.ForwardBatch.extend
+            return extend(rows, prefix, lens, slots, mode=anyattn.ForwardMode.DLLM_EXTEND, mask=mask)
         if tree is not None:
             masks, positions = [], []
             for sequence, count in new.items():
@@ -221,7 +254,8 @@ class Served:
             q.to(device), None if k is None else k.to(device), None if v is None else v.to(device), batch,
             return_lse=True,
         )  # fmt: skip
-        return self._judge(index, owner, q, got, new, tree)
+        diffusion = batch.forward_mode is anyattn.ForwardMode.DLLM_EXTEND
+        return self._judge(index, owner, q, got, new, tree, diffusion=diffusion)
 
     def _remember(self, layer: int, new: Mapping[Request, int], k: torch.Tensor, v: torch.Tensor) -> None:
         offset = 0
@@ -239,12 +273,17 @@ class Served:
         got: tuple[torch.Tensor, torch.Tensor],
         new: Mapping[Request, int],
         tree: Mapping[Request, tuple[torch.Tensor, list[int]]] | None,
+        *,
+        diffusion: bool,
     ) -> float:
         spec, worst, offset = self.specs[index], 0.0, 0
         for sequence, count in new.items():
             total, rows = sequence.length + count, slice(offset, offset + count)
             offset += count
             mask = positions = None
+            if diffusion:
+                ends = (torch.arange(sequence.length, total) // self.block + 1) * self.block
+                mask = torch.arange(total)[None, :] < ends[:, None]
             if tree is not None:
                 cells, depths = tree[sequence]
                 mask = torch.cat((torch.ones(count, sequence.length, dtype=torch.bool), cells), 1)

@@ -169,7 +169,7 @@ class TritonAttention(AttentionBackend):
         spec = call.layer.spec
         window = None if spec.kind is AttentionKind.CROSS else spec.sliding_window
         return kernels.Variant(
-            spec.scale, spec.logit_cap, window, call.layer.sinks, spec.kind is AttentionKind.CAUSAL
+            spec.scale, spec.logit_cap, window, call.layer.sinks, call.kind is AttentionKind.CAUSAL
         )
 
 

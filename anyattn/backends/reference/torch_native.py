@@ -116,7 +116,7 @@ class TorchNative(AttentionBackend):
 
 
 def _mask(call: AttentionCall, rows: _Rows, num_keys: int) -> torch.Tensor | None:
-    spec, plan = call.layer.spec, call.plan
+    spec, plan = replace(call.layer.spec, kind=call.kind), call.plan
     q_pos = plan.positions[rows.q]
     # Tree siblings share a position: new keys stand where their queries stand, not at their column.
     k_pos = q_pos
