@@ -14,10 +14,11 @@ from anyattn.core.kv.allocator import PageAllocator, pages_for
 from anyattn.core.kv.prefix import PrefixCache
 from anyattn.core.select.decision import Decision
 from anyattn.core.traits import MixedSupport
-from anyattn.demo.model import LlamaModel
+from anyattn.demo.decoder import Decoder
 from anyattn.demo.request import Chunk, Completion, GenerationRequest
 from anyattn.demo.sampler import SamplingParams, sample
 from anyattn.demo.scheduler import Scheduler, Step
+from anyattn.errors import ConfigError
 
 __all__ = ["Engine", "EngineConfig", "EngineStats", "ModeStats"]
 
@@ -34,6 +35,8 @@ class EngineConfig:
         page_size, backend, prefill, decode: asked of `anyattn.select` (None = its choice).
         prefix_reuse: share full pages between requests with a common prefix.
         page_seed: hand pages out in a random order; nothing may depend on it.
+        dual_pool: layers with a window get a smaller pool; their pages go as soon as no query sees them.
+            Needs `prefix_reuse=False`: a cached prefix has lost them.
     """
 
     max_batch: int = 8
@@ -46,6 +49,7 @@ class EngineConfig:
     decode: str | None = None
     prefix_reuse: bool = True
     page_seed: int | None = None
+    dual_pool: bool = False
 
 
 @dataclass
@@ -89,12 +93,13 @@ class Engine:
     Attributes:
         decision: what was selected and why. pool, table, backend: built from it.
         scheduler, cache: who runs, and which pages are shared. stats: steps so far.
+        windows: keeps the maps of a dual pool, or None.
 
     Raises:
         SelectionError, ConfigError, PoolError: choices or sizes that can't be.
     """
 
-    def __init__(self, model: LlamaModel, config: EngineConfig, *, eos_id: int | None = None) -> None:
+    def __init__(self, model: Decoder, config: EngineConfig, *, eos_id: int | None = None) -> None:
         self.model, self.config = model, config
         longest = model.max_context if config.max_context is None else config.max_context
         chunk = config.max_batch * longest if config.chunk is None else config.chunk
@@ -103,14 +108,19 @@ class Engine:
         context = pages_for(longest, page) * page
         tokens = config.max_batch * context if config.kv_tokens is None else config.kv_tokens
         slots = pages_for(tokens, page) * page
-        self.pool = anyattn.kv.create_pool(self.decision, num_slots=slots)
+        windows = _window_slots(model, config, page, chunk) if config.dual_pool else None
+        self.pool = anyattn.kv.create_pool(self.decision, num_slots=slots, window_slots=windows)
         self.table = anyattn.kv.RequestTable(
             max_requests=config.max_batch, max_context=context, device=self.pool.device
         )
         self.backend = anyattn.create_backend(self.decision, self.pool, self.table)
-        self.cache = PrefixCache(
-            PageAllocator(slots, page, seed=config.page_seed), enabled=config.prefix_reuse
+        self.windows = (
+            anyattn.kv.WindowAllocator(self.pool, seed=config.page_seed)
+            if isinstance(self.pool, anyattn.kv.WindowPool)
+            else None
         )
+        allocator = self.windows or PageAllocator(slots, page, seed=config.page_seed)
+        self.cache = PrefixCache(allocator, enabled=config.prefix_reuse)
         mixed = self.backend.traits(ForwardMode.MIXED).mixed is not MixedSupport.REFUSED
         self.scheduler = Scheduler(
             self.cache,
@@ -155,6 +165,9 @@ class Engine:
         step = self.scheduler.schedule()
         self._list_pages(step.chunks)
         logits = self._compute(step)
+        if self.windows is not None:
+            for chunk in step.chunks:
+                self.windows.evict(chunk.request.pages, chunk.stop)
         chunks = [c for c in step.chunks if c.samples]
         tokens = sample(logits, [c.request.params for c in chunks], [c.request.generator for c in chunks])
         finished = self.scheduler.finish_step(
@@ -200,6 +213,8 @@ class Engine:
         page = self.pool.page_size
         for chunk in chunks:
             request = chunk.request
+            if self.windows is not None:
+                self.windows.cover(request.pages, chunk.start, chunk.stop)
             fresh = request.pages[request.listed :]
             if fresh:
                 slots = (torch.tensor(fresh)[:, None] * page + torch.arange(page)).flatten()
@@ -209,7 +224,21 @@ class Engine:
                 request.listed = len(request.pages)
 
 
-def _decide(model: LlamaModel, config: EngineConfig, chunk: int, longest: int) -> Decision:
+def _window_slots(model: Decoder, config: EngineConfig, page: int, chunk: int) -> dict[int, int]:
+    """Slots of each window size's pool that suffice for every step of this engine."""
+    if config.prefix_reuse:
+        raise ConfigError(
+            "a dual pool gives up window KV that a shared prefix would need",
+            asked="prefix_reuse=True",
+            allowed="prefix_reuse=False",
+            hint="EngineConfig(dual_pool=True, prefix_reuse=False)",
+        )
+    sizes = {s.sliding_window for s in model.specs if s.sliding_window is not None}
+    tokens = chunk + config.max_batch
+    return {w: anyattn.kv.window_slots_for(w, page, config.max_batch, tokens) for w in sorted(sizes)}
+
+
+def _decide(model: Decoder, config: EngineConfig, chunk: int, longest: int) -> Decision:
     limits = anyattn.Limits(config.max_batch, max(chunk, 1) + config.max_batch, longest)
     return anyattn.select(
         list(model.specs),

