@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from anyattn import env
+from anyattn.core.arguments import check_instance
 from anyattn.core.capabilities import Feature, ModelKind, Preference
 from anyattn.core.facts import HostFacts
 from anyattn.core.registry import Registry
@@ -71,7 +72,8 @@ def host_facts(device: str | None = None, host: str | HostFacts | None = None) -
         UnknownNameError: an unknown simulated host.
         ConfigError: a device that isn't there, or not of the simulated host.
     """
-    host = env.read("ANYATTN_ASSUME") if host is None else host
+    assumed = env.read("ANYATTN_ASSUME") if host is None else None
+    host = host if assumed is None else assumed
     if host is None:
         names = (
             "CUDA_VISIBLE_DEVICES",
@@ -80,10 +82,11 @@ def host_facts(device: str | None = None, host: str | HostFacts | None = None) -
             "ASCEND_RT_VISIBLE_DEVICES",
         )
         return _detected(device, tuple(os.environ.get(name) for name in names))
-    facts = _simulated(host) if isinstance(host, str) else host
+    hint = "a name as in `anyattn select --assume`, or facts of anyattn.detect"
+    facts = _simulated(host) if isinstance(host, str) else check_instance("host", host, HostFacts, hint)
     own = _DEVICES.get(facts.platform, facts.platform)
     if device is not None and device.partition(":")[0] != own:
-        hint = f"leave device out, or use {own!r}"
+        hint = "unset ANYATTN_ASSUME" if assumed else f"leave device out, or use {own!r}"
         raise ConfigError("device isn't of the host that is assumed", asked=device, allowed=own, hint=hint)
     return facts
 
@@ -100,7 +103,7 @@ def _determinism(value: int | str | None) -> int:
 def _member(kind: type[E], value: E | str) -> E:
     """The member of an enumeration, from itself or its value."""
     known = {str(member.value): member for member in kind}
-    text = value if isinstance(value, str) else str(value.value)
+    text = str(value.value) if isinstance(value, kind) else str(value)
     if text not in known:
         raise UnknownNameError(kind.__name__.lower(), text, known)
     return known[text]
@@ -125,6 +128,13 @@ def make_request(
     Raises:
         UnknownNameError, ConfigError: as in `select`.
     """
+    names = (features,) if isinstance(features, str) else features
+    if not isinstance(names, Iterable):
+        raise ConfigError("features", asked=repr(names), allowed="a list of names", hint='features=["lse"]')
+    if not isinstance(specs, Iterable | AttentionSpec):
+        raise ConfigError(
+            "specs", asked=repr(specs), allowed="one AttentionSpec, or one a layer", hint="specs=[...]"
+        )
     return Request(
         specs=(specs,) if isinstance(specs, AttentionSpec) else tuple(specs),
         dtype=canonical_dtype(dtype),
@@ -134,7 +144,7 @@ def make_request(
         page_size=page_size,
         layout=layout,
         deterministic=_determinism(deterministic),
-        features=frozenset(_member(Feature, name) for name in features),
+        features=frozenset(_member(Feature, name) for name in names),
         kind=None if kind is None else _member(ModelKind, kind),
         **backends,
     )

@@ -43,7 +43,7 @@ VARIABLES: dict[str, Variable] = {
 
 
 def check_environment(environ: Mapping[str, str] | None = None) -> None:
-    """Raise `UnknownNameError` / `ConfigError` for a misspelt variable or an impossible value."""
+    """Raise `UnknownNameError` / `ConfigError` for a misspelt variable or an impossible value (not empty)."""
     environ = os.environ if environ is None else environ
     for name, value in environ.items():
         if not name.startswith(PREFIX):
@@ -51,7 +51,7 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
         if name not in VARIABLES:
             raise UnknownNameError("environment variable", name, VARIABLES)
         values = VARIABLES[name].values
-        if values is not None and value not in values:
+        if values is not None and value and value not in values:
             raise _impossible(name, value, values)
 
 

@@ -65,6 +65,7 @@ def test_unknown_option_is_refused() -> None:
         ("ANYATTN_CHECKS", "ful", errors.ConfigError, "off, host, full"),
         ("ANYATTN_PAGE_SIZE", "sixteen", errors.ConfigError, "ANYATTN_PAGE_SIZE"),
         ("ANYATTN_PAGE_SIZE", "0", errors.ConfigError, "ANYATTN_PAGE_SIZE"),
+        ("ANYATTN_PAGE_SIZE", "²", errors.ConfigError, "ANYATTN_PAGE_SIZE"),
         ("ANYATTN_ASSUME", "cuda:sm9", errors.UnknownNameError, "cuda:sm90"),
     ],
 )
@@ -74,6 +75,53 @@ def test_environment(
     monkeypatch.setenv(name, value)
     with refused(kind, words):
         select(backend=None, page_size=None, device=None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("limits", (1, 2, 3)),
+        ("page_size", "16"),
+        ("page_size", 16.0),
+        ("page_size", True),
+        ("layout", 3),
+        ("backend", ["triton"]),
+        ("decode", 3),
+        ("deterministic", 7),
+        ("features", 3),
+        ("features", ["lse", 3]),
+        ("kind", 3),
+        ("host", {}),
+    ],
+)
+def test_wrong_types_of_options(option: str, value: Any) -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        select(**{option: value})
+    assert caught.value.asked is not None
+    assert caught.value.allowed is not None
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("specs", [[], "x", [1], 7, [anyattn.AttentionSpec, None]])
+def test_specs_that_are_none(specs: Any) -> None:
+    with refused(errors.ConfigError):
+        anyattn.select(specs, dtype="float32", host="cpu:avx2")
+
+
+def test_one_feature_needs_no_list() -> None:
+    assert select(features="lse").request.features == {anyattn.Feature.LSE}
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ANYATTN_CHECKS", "ANYATTN_BACKEND", "ANYATTN_PAGE_SIZE", "ANYATTN_ASSUME"):
+        monkeypatch.setenv(name, "")
+    assert select(backend=None).prefill.backend == "torch_native"
+
+
+def test_an_assumed_host_explains_why_the_device_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYATTN_ASSUME", "cuda:sm90")
+    with refused(errors.ConfigError, "unset ANYATTN_ASSUME"):
+        select(device="cpu")
 
 
 # -- backends that can't ---------------------------------------------------------------------------------
@@ -102,9 +150,7 @@ def test_unsupported_dtypes() -> None:
 def test_feature_that_the_backend_lacks() -> None:
     with refused(errors.SelectionError, "alibi", "torch_native"):
         select(features=[anyattn.Feature.ALIBI])
-    with refused(
-        errors.SelectionError, "torch_native: feature: asked alibi, allowed", without="asked allowed"
-    ):
+    with refused(errors.SelectionError, "torch_native: feature: asked alibi, allowed"):
         select(backend=None, features=["alibi"])
 
 
@@ -176,9 +222,44 @@ def test_pool_of_another_decision(engine: Engine) -> None:
         anyattn.create_backend(other, engine.pool, engine.table)
 
 
-def test_request_table_sizes() -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_requests": 0},
+        {"max_requests": "4"},
+        {"max_context": 4.5},
+        {"max_encoder": -1},
+        {"device": "nonsense"},
+        {"max_requests": 10**12, "max_context": 10**6},
+    ],
+)
+def test_request_tables_that_can_not_be(sizes: dict[str, Any]) -> None:
     with refused(errors.PoolError, "request table"):
-        anyattn.kv.RequestTable(max_requests=0, max_context=4)
+        anyattn.kv.RequestTable(**({"max_requests": 4, "max_context": 4} | sizes))
+
+
+@pytest.mark.parametrize("slots", ["8", 8.0, None, 4 * 10**14])
+def test_pools_that_can_not_be(engine: Engine, slots: Any) -> None:
+    with refused(errors.PoolError):
+        anyattn.kv.create_pool(engine.decision, num_slots=slots)
+
+
+def test_arguments_in_the_wrong_place(engine: Engine) -> None:
+    with refused(errors.PoolError, "create_backend(decision, pool, table)"):
+        anyattn.create_backend(engine.decision, engine.table, engine.pool)  # type: ignore[arg-type]
+    with refused(errors.BackendBuildError, "create_backend(decision, pool, table)"):
+        anyattn.create_backend("torch_native", engine.pool, engine.table)  # type: ignore[arg-type]
+    with refused(errors.PoolError, "anyattn.select"):
+        anyattn.kv.create_pool("torch_native", num_slots=8)  # type: ignore[arg-type]
+    context = anyattn.forward_context(engine.backend, None)  # type: ignore[arg-type]
+    with refused(errors.ContextError, "NoneType"), context:
+        pass
+
+
+@pytest.mark.parametrize("number", [-1, "a", 1.0])
+def test_layer_numbers(number: Any) -> None:
+    with refused(errors.ConfigError, "layer_id"):
+        anyattn.AttentionLayer(anyattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16), number)
 
 
 # -- data types ------------------------------------------------------------------------------------------
@@ -195,10 +276,22 @@ def test_request_table_sizes() -> None:
         {"logit_cap": 0.0},
         {"scale": float("nan")},
         {"mla": anyattn.MLASpec()},
+        {"num_q_heads": "4"},
+        {"num_q_heads": 4.0},
+        {"num_kv_heads": True},
+        {"head_dim": None},
+        {"sliding_window": 2.5},
+        {"logit_cap": "30"},
+        {"logit_cap": float("inf")},
+        {"scale": "1"},
+        {"sinks": torch.zeros(4)},
+        {"kind": "causal"},
+        {"mla": True},
+        {"kv_shared_with": -1},
     ],
 )
 def test_impossible_specs(change: dict[str, Any]) -> None:
-    with pytest.raises(errors.ConfigError):
+    with refused(errors.ConfigError):
         anyattn.AttentionSpec(**({"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16} | change))
 
 

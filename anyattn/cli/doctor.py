@@ -30,6 +30,8 @@ __all__ = ["add_arguments", "diagnose", "render", "run"]
 
 
 ARROW = "->"
+_LONGEST = 86400
+"""A day: more is a mistake, and infinity no time to wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
             asked=f"--assume {args.assume} with --device or --probe",
             allowed="--assume alone",
         )
-    if args.timeout <= 0:
-        raise ConfigError("time for a probe", asked=f"{args.timeout:g}", allowed="more than 0 seconds")
+    if not 0 < args.timeout <= _LONGEST:
+        raise ConfigError("time for a probe", asked=f"{args.timeout:g}", allowed=f"0 < seconds <= {_LONGEST}")
     host = simulate(args.assume) if args.assume else detect_host(args.device)
     diagnosis = diagnose(host, probe_libraries=args.probe, timeout=args.timeout, fresh=args.fresh)
     print(json.dumps(diagnosis.to_json(), indent=2) if args.json else render(diagnosis))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     prompts, params, config = _prompts(args), _params(args), _config(args)
 
     from anyattn.demo.session import Session
-    from anyattn.demo.showcase import before
+    from anyattn.demo.showcase import FirstText, before
 
     device = _device(args.device)
     session = Session(dtype=_dtype(args.dtype, device), device=device)
@@ -68,10 +70,20 @@ def run(args: argparse.Namespace) -> int:
         if args.demo and not args.json:
             print("\n".join(before(engine, session)), flush=True)
 
+    first = FirstText(prompts[0])
+    growing = args.demo and not args.json and not sys.stderr.isatty()  # where the bar shows nothing
     answers = session.complete(
-        prompts, params, config, chat=args.chat, progress=not args.json, on_ready=on_ready
+        prompts,
+        params,
+        config,
+        chat=args.chat,
+        progress=not args.json,
+        on_ready=on_ready,
+        on_text=first if growing else None,
     )
-    _print(args, session, answers)
+    if first.printed:
+        print()
+    _print(args, session, answers, shown=1 if first.printed else 0)
     return 0
 
 
@@ -84,16 +96,31 @@ def read_prompts(path: str) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the file with prompts can't be read", asked=path, hint=str(error)) from error
+        reason = error.strerror if isinstance(error, OSError) else f"no UTF-8 text ({error.reason})"
+        raise ConfigError(
+            f"the file with prompts can't be read: {reason}",
+            asked=path,
+            allowed="a text file, or a JSON list of strings",
+            hint="check the path and the encoding (UTF-8)",
+        ) from error
     lines = [line for line in text.splitlines() if line.strip()]
     if not text.lstrip().startswith("["):
         return lines
     try:
         found = json.loads(text)
-    except json.JSONDecodeError:
-        return lines  # lines that happen to start with a bracket
+    except json.JSONDecodeError as error:
+        if not re.match(r'\s*\[\s*"', text):
+            return lines  # lines that happen to start with a bracket
+        raise ConfigError(
+            f"broken JSON in the file with prompts: {error}",
+            asked=path,
+            allowed="a list of strings",
+            hint="repair the list, or write one prompt a line",
+        ) from error
     if not isinstance(found, list) or not all(isinstance(p, str) for p in found):
-        raise ConfigError("prompts in JSON", asked=path, allowed="a list of strings")
+        raise ConfigError(
+            "prompts in JSON", asked=path, allowed="a list of strings", hint="or write one prompt a line"
+        )
     return found
 
 
@@ -101,12 +128,26 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = [*(read_prompts(args.prompts) if args.prompts else []), *args.prompt]
     if args.demo:
         if prompts:
-            raise ConfigError("--demo brings its own prompts", hint="leave --prompts and --prompt out")
+            raise ConfigError(
+                "--demo brings its own prompts",
+                asked="--demo with --prompts or --prompt",
+                allowed="one of them",
+                hint="leave --prompts and --prompt out",
+            )
         from anyattn.demo.showcase import PROMPTS
 
         return list(PROMPTS)
     if not prompts:
-        raise ConfigError("no prompts", hint="give --prompt TEXT, --prompts FILE or --demo")
+        raise ConfigError(
+            "no prompts",
+            asked=f"{args.prompts}: empty" if args.prompts else "nothing",
+            allowed="at least one prompt",
+            hint="give --prompt TEXT, --prompts FILE or --demo",
+        )
+    if not all(prompts):
+        raise ConfigError(
+            "a prompt without text", asked="''", allowed="at least one character", hint="leave it out"
+        )
     return prompts
 
 
@@ -115,7 +156,12 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
     sampled = args.temperature is not None or args.top_p is not None
     if args.greedy and sampled:
-        raise ConfigError("--greedy takes no --temperature and no --top-p", hint="leave one of them out")
+        raise ConfigError(
+            "--greedy takes no --temperature and no --top-p",
+            asked="both",
+            allowed="greedy or sampled",
+            hint="leave one of them out",
+        )
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=(1.0 if args.temperature is None else args.temperature) if sampled else 0.0,
@@ -151,7 +197,12 @@ def _device(name: str | None) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError("device for this torch", asked=name, hint=f"use --device cpu ({reason})") from error
+        raise ConfigError(
+            f"this torch has no such device: {reason}",
+            asked=name,
+            allowed="a device that `anyattn doctor` lists",
+            hint="use --device cpu",
+        ) from error
     return name
 
 
@@ -167,7 +218,7 @@ def _dtype(name: str | None, device: str) -> torch.dtype:
     return dtype
 
 
-def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]) -> None:
+def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer], *, shown: int) -> None:
     from anyattn.demo.showcase import after, statistics
 
     assert session.engine is not None
@@ -179,6 +230,6 @@ def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]
     elif args.json:
         print(json.dumps(records, indent=2, ensure_ascii=False))
     elif args.demo:
-        print("\n".join(after(answers, session)))
+        print("\n".join(after(answers, session, shown=shown)))
     else:
         print("\n\n".join(f"{answer.prompt}{answer.text}" for answer in answers))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
-from anyattn.errors import AnyattnError, LibraryError, UnknownNameError
+from anyattn import env
+from anyattn.errors import AnyattnError, ConfigError, LibraryError, UnknownNameError
 
 __all__ = ["COMMANDS", "main"]
 
@@ -29,16 +32,46 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 2 wrong usage or a request that can't be met."""
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(given)
     except AnyattnError as error:
-        print(f"anyattn: {' '.join(str(error).split())}", file=sys.stderr)
+        print(_message(error, given), file=sys.stderr)
         return 2
     except BrokenPipeError:  # `anyattn … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _message(error: AnyattnError, argv: list[str]) -> str:
+    """One line; where the error has no next step, the command's own help is one."""
+    text = f"anyattn: {' '.join(str(error).split())}"
+    if error.hint is None:
+        command = argv[0] if argv and argv[0] in COMMANDS else "COMMAND"
+        text += f". Next: `anyattn {command} --help` lists the options"
+    return text
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong values are errors like all others, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found as a `ConfigError`."""
+        hint = f"`{self.prog} --help` lists the options"
+        option, _, what = message.removeprefix("argument ").partition(": ")
+        choice = re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", what)
+        if choice:
+            raise UnknownNameError(f"value of {option}", choice[1], choice[2].replace("'", "").split(", "))
+        value = re.fullmatch(r"invalid (\w+) value: (.*)", what)
+        if value:
+            allowed = {"int": "a whole number", "float": "a number"}.get(value[1], value[1])
+            raise ConfigError(f"value of {option}", asked=value[2], allowed=allowed, hint=hint)
+        if what:
+            raise ConfigError(option, asked="nothing" if what.startswith("expected") else what,
+                allowed=what.removeprefix("expected "), hint=hint)  # fmt: skip
+        raise ConfigError(message, hint=hint)
 
 
 def _run(argv: list[str]) -> int:
@@ -56,6 +89,8 @@ def _run(argv: list[str]) -> int:
         raise UnknownNameError("command", argv[0], COMMANDS)
     module = _load(argv[0])
     args = _parse(argv[0], module, argv[1:])
+    if argv[0] != "doctor":  # which reports a bad environment instead
+        env.check_environment()
     code = module.run(args)
     sys.stdout.flush()  # a closed pipe shows here, not after main
     return int(code)
@@ -92,7 +127,7 @@ def _load(command: str) -> ModuleType:
 
 
 def _parse(command: str, module: ModuleType, argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"anyattn {command}",
         description=module.__doc__,
         allow_abbrev=False,

@@ -109,6 +109,9 @@ def _mla_sizes(args: argparse.Namespace, mla: MLASpec) -> dict[str, float]:
 
 def spec_of(args: argparse.Namespace) -> AttentionSpec:
     """The one layer that the options describe."""
+    if args.scale == 0:
+        hint = "leave --scale out for 1/sqrt(head size)"
+        raise ConfigError("--scale", asked="0", allowed="any other number", hint=hint)
     mla = None if args.mla is None else _mla(args.mla)
     sizes: dict[str, float] = dict(_DENSE)
     if mla is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from anyattn.core.arguments import check_instance
 from anyattn.core.capabilities import CapabilityRow, FormSpec, Phase
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.dtypes import torch_dtype
@@ -58,6 +59,7 @@ def create_backend(
         PoolError: a pool or table that isn't the decision's.
         BackendBuildError: a winner without an adapter, or whose class fails to load or build.
     """
+    _check_types(decision, pool, table)
     _check_pool(decision, pool, table)
     backend: AttentionBackend | HybridBackend
     choices = {Phase.PREFILL: decision.prefill, Phase.DECODE: decision.decode}
@@ -144,6 +146,15 @@ def _same(a: PhaseChoice, b: PhaseChoice) -> bool:
         b.kernel_page,
         b.row.form,
     )
+
+
+def _check_types(decision: Decision, pool: KVPool, table: RequestTable) -> None:
+    hint = "create_backend(decision, pool, table)"
+    check_instance("pool of the backend", pool, KVPool, hint, error=PoolError)  # type: ignore[type-abstract]
+    check_instance("request table of the backend", table, RequestTable, hint, error=PoolError)
+    if not hasattr(decision, "kv"):
+        asked = type(decision).__name__
+        raise BackendBuildError("decision of the backend", asked=asked, allowed="Decision", hint=hint)
 
 
 def _check_pool(decision: Decision, pool: KVPool, table: RequestTable) -> None:

@@ -32,7 +32,7 @@ def as_index(values: IntLike, name: str) -> torch.Tensor:
         return torch.tensor([operator.index(v) for v in values], dtype=torch.int64)
     except TypeError as error:
         raise BatchError(
-            f"{name} holds integers", asked=values, allowed=allowed, hint=f"convert {name} before"
+            f"{name} holds integers", asked=repr(values), allowed=allowed, hint=f"convert {name} before"
         ) from error
 
 

@@ -60,6 +60,8 @@ def current_context() -> ForwardContext:
     if context is None:
         raise ContextError(
             "an attention layer was called outside forward_context",
+            asked="a layer call without a context",
+            allowed="calls inside `with anyattn.forward_context(backend, plan)`",
             hint="plan = backend.init_forward_metadata(batch); "
             "with anyattn.forward_context(backend, plan): …",
         )
@@ -68,7 +70,18 @@ def current_context() -> ForwardContext:
 
 @contextmanager
 def forward_context(backend: Attends, plan: Plan) -> Iterator[ForwardContext]:
-    """Run attention layers with this backend and plan. Nests; per thread and per task."""
+    """Run attention layers with this backend and plan. Nests; per thread and per task.
+
+    Raises:
+        ContextError: something else than a backend and a plan.
+    """
+    if not (hasattr(backend, "forward") and hasattr(plan, "key")):
+        raise ContextError(
+            "forward_context takes a backend and a plan",
+            asked=f"{type(backend).__name__}, {type(plan).__name__}",
+            allowed="what create_backend and init_forward_metadata return",
+            hint="with anyattn.forward_context(backend, backend.init_forward_metadata(batch)): …",
+        )
     context = ForwardContext(backend, plan)
     token = _current.set(context)
     try:

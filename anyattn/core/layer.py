@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from anyattn.core.arguments import check_instance, check_whole
 from anyattn.core.call import LayerInputs
 from anyattn.core.context import current_context
 from anyattn.core.groups import PlanGroup
@@ -41,6 +42,8 @@ class AttentionLayer(nn.Module):
     ) -> None:
         """Raises `ConfigError` if `sinks` disagrees with the spec."""
         super().__init__()
+        check_instance("spec of a layer", spec, AttentionSpec, "anyattn.AttentionSpec(...)")
+        check_whole("layer_id", layer_id, 0, hint="layers are numbered as their specs in select()")
         if spec.sinks != (sinks is not None) or (sinks is not None and sinks.shape != (spec.num_q_heads,)):
             raise ConfigError(
                 f"sinks of layer {layer_id}",

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
+from anyattn.core.traits import TreeMaskMode
 from anyattn.errors import ConfigError
 
 __all__ = ["ExplicitMask", "TreeMaskMode", "VerifyMask", "tree_mask_numel"]
@@ -36,13 +36,6 @@ class ExplicitMask:
         sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64)
         cells = torch.cat([m.reshape(-1).to(torch.bool) for m in masks])
         return ExplicitMask(cells, sizes.cumsum(0))
-
-
-class TreeMaskMode(Enum):
-    """Which cells a tree mask has: all columns, or only those of the draft tokens."""
-
-    FULL_MASK = "full_mask"
-    QLEN_ONLY = "qlen_only"
 
 
 def tree_mask_numel(mode: TreeMaskMode, requests: int, draft_tokens: int, max_context: int) -> int:

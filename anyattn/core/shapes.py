@@ -12,6 +12,9 @@ __all__ = ["checked_heads", "lse_like", "output_like"]
 
 def _heads(x: torch.Tensor, name: str, tokens: int | None, heads: int, dim: int) -> torch.Tensor:
     """`[T, H * D]` or `[T, H, D]` as `[T, H, D]`, without a copy."""
+    if not isinstance(x, torch.Tensor):
+        hint = "k and v may both be None, q may not"
+        raise BatchError(f"type of {name}", asked=type(x).__name__, allowed="torch.Tensor", hint=hint)
     if x.dim() == 2 and x.shape[1] == heads * dim:
         x = x.view(x.shape[0], heads, dim)
     if x.dim() != 3 or x.shape[1:] != (heads, dim) or (tokens is not None and x.shape[0] != tokens):

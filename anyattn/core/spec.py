@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from anyattn.core.arguments import check_instance, check_number, check_whole
 from anyattn.errors import ConfigError
 
 __all__ = ["AttentionKind", "AttentionSpec", "Limits", "MLASpec"]
@@ -65,28 +66,41 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"AttentionSpec.{name}", asked=getattr(self, name), allowed=">= 1")
+            check_whole(f"AttentionSpec.{name}", getattr(self, name), 1)
+        self._check_options()
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 "query heads must be a multiple of KV heads",
                 asked=f"{self.num_q_heads} / {self.num_kv_heads}",
+                allowed=f"{self.num_kv_heads}, {2 * self.num_kv_heads}, {3 * self.num_kv_heads}, …",
                 hint="give the head counts of one rank, after tensor-parallel sharding",
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError("sliding_window counts keys", asked=self.sliding_window, allowed="None or >= 1")
-        if self.logit_cap is not None and not self.logit_cap > 0:
-            raise ConfigError("logit_cap", asked=self.logit_cap, allowed="None or > 0")
         if self.v_head_dim == 0:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         if self.scale == 0.0:
             if self.mla is not None:
-                raise ConfigError("MLA needs an explicit scale", hint="scale=1/sqrt(nope + rope head size)")
+                raise ConfigError(
+                    "MLA needs an explicit scale",
+                    asked="scale=0.0",
+                    allowed="a number",
+                    hint="scale=1/sqrt(nope + rope head size)",
+                )
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
-        if self.v_head_dim < 1 or not math.isfinite(self.scale):
-            raise ConfigError(
-                "v_head_dim / scale", asked=(self.v_head_dim, self.scale), allowed="> 0, finite"
-            )
+
+    def _check_options(self) -> None:
+        """Types and ranges of everything but the head counts."""
+        check_whole("AttentionSpec.v_head_dim", self.v_head_dim, 0, hint="0 stands for head_dim")
+        check_number("AttentionSpec.scale", self.scale, hint="leave it out for 1/sqrt(head_dim)")
+        if self.sliding_window is not None:
+            check_whole("sliding_window counts keys", self.sliding_window, 1, hint="None for no window")
+        if self.logit_cap is not None:
+            check_number("logit_cap", self.logit_cap, positive=True, hint="None for no cap")
+        if self.kv_shared_with is not None:
+            check_whole("kv_shared_with is a layer number", self.kv_shared_with, 0)
+        if self.mla is not None:
+            check_instance("AttentionSpec.mla", self.mla, MLASpec, "mla=anyattn.MLASpec(...)")
+        check_instance("AttentionSpec.kind", self.kind, AttentionKind, "kind=anyattn.AttentionKind.CAUSAL")
+        check_instance("AttentionSpec.sinks", self.sinks, bool, "the tensor goes to AttentionLayer(sinks=)")
 
     @property
     def group_size(self) -> int:
@@ -110,5 +124,4 @@ class Limits:
             ("max_context", 1),
             ("max_draft_tokens", 0),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"Limits.{name}", asked=getattr(self, name), allowed=f">= {least}")
+            check_whole(f"Limits.{name}", getattr(self, name), least)

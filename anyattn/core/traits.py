@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from anyattn.core.masks import TreeMaskMode
-
 __all__ = [
     "Determinism",
     "GraphSupport",
@@ -16,6 +14,7 @@ __all__ = [
     "MixedSupport",
     "SharedReadEnds",
     "Traits",
+    "TreeMaskMode",
 ]
 
 
@@ -65,6 +64,13 @@ class MixedSupport(Enum):
     NATIVE = "native"
     AS_EXTEND = "as_extend"
     REFUSED = "refused"
+
+
+class TreeMaskMode(Enum):
+    """Which cells a tree mask has: all columns, or only those of the draft tokens."""
+
+    FULL_MASK = "full_mask"
+    QLEN_ONLY = "qlen_only"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class SamplingParams:
             raise ConfigError("temperature", asked=self.temperature, allowed=">= 0 (0 = greedy)")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError("top_p", asked=self.top_p, allowed="0 < top_p <= 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", asked=self.seed, allowed="0 .. 2^63 - 1")
 
     @property
     def greedy(self) -> bool:

@@ -17,6 +17,7 @@ from anyattn.demo.sampler import SamplingParams
 from anyattn.demo.scheduler import Step
 from anyattn.demo.tokenizer import Tokenizer
 from anyattn.demo.weights import find_gguf, load_gguf
+from anyattn.errors import ConfigError
 
 __all__ = ["Answer", "Session"]
 
@@ -63,6 +64,7 @@ class Session:
         chat: bool = False,
         progress: bool = False,
         on_ready: Callable[[Engine], None] | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> list[Answer]:
         """Continue all prompts in one continuous batch.
 
@@ -73,17 +75,20 @@ class Session:
             chat: wrap each prompt as a user's message.
             progress: a bar on standard error, if that is a terminal.
             on_ready: called with the engine before its first step.
+            on_text: called with the first prompt's answer so far whenever it has grown.
 
         Raises:
             ConfigError, PoolError, SelectionError: what can't be served.
         """
         ids = [self.tokenizer.encode(self._wrapped(p) if chat else p) for p in prompts]
-        engine = Engine(self.model, _fitted(config, ids, params), eos_id=self.tokenizer.eos_id)
+        fitted = _fitted(config, ids, params, self.model.max_context)
+        engine = Engine(self.model, fitted, eos_id=self.tokenizer.eos_id)
         self.engine = engine
         if on_ready is not None:
             on_ready(engine)
         each = [replace(params, seed=params.seed + index) for index in range(len(ids))]
         bar = _Progress(len(ids) * params.max_new_tokens, shown=progress)
+        first = _FirstAnswer(self.tokenizer, ids[0] if ids else [])
         started = time.perf_counter()
         self.first_token_seconds = 0.0
 
@@ -92,6 +97,8 @@ class Session:
             if new and not self.first_token_seconds:
                 self.first_token_seconds = time.perf_counter() - started
             bar.advance(new, finished)
+            if on_text is not None and first.grew(step):
+                on_text(first.text)
 
         with bar:
             found = engine.generate(ids, each, on_step=on_step)
@@ -104,9 +111,39 @@ class Session:
         return self.tokenizer.chat([{"role": "user", "content": prompt}])
 
 
-def _fitted(config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams) -> EngineConfig:
-    """No more rows and context than these prompts can use."""
+class _FirstAnswer:
+    """The answer to the first prompt while it is being written."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self.text = ""
+        self._tokenizer, self._prompt_ids = tokenizer, list(prompt_ids)
+        self._request: GenerationRequest | None = None
+
+    def grew(self, step: Step) -> bool:
+        """Look at a computed step: True if `text` is longer now. Half a character waits for its rest."""
+        if self._request is None:
+            mine = (c.request for c in step.chunks if list(c.request.prompt_ids) == self._prompt_ids)
+            self._request = next(mine, None)
+        ids = [] if self._request is None else self._request.new_ids
+        text = self._tokenizer.decode(ids).rstrip("\ufffd")
+        longer = len(text) > len(self.text)
+        self.text = text if longer else self.text
+        return longer
+
+
+def _fitted(
+    config: EngineConfig, prompts: Sequence[Sequence[int]], params: SamplingParams, most: int
+) -> EngineConfig:
+    """No more rows and context than these prompts can use, and no more than `most`, the model's own."""
     longest = max((len(ids) for ids in prompts), default=1) + params.max_new_tokens
+    if longest - 1 > most:  # the last token's KV is never written
+        raise ConfigError(
+            "prompt and answer are longer than the model's context",
+            asked=f"{longest - params.max_new_tokens} + {params.max_new_tokens} tokens",
+            allowed=f"{most} tokens",
+            hint="shorten the prompt, or ask for fewer with --max-new-tokens",
+        )
+    longest = min(longest, most)
     batch = min(config.max_batch, max(1, len(prompts)))
     context = longest if config.max_context is None else config.max_context
     chunk = context * batch if config.chunk is None else min(config.chunk, context * batch)

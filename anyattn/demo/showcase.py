@@ -11,7 +11,7 @@ from anyattn.core.batch import ForwardMode
 from anyattn.demo.engine import Engine
 from anyattn.demo.session import Answer, Session
 
-__all__ = ["PROMPTS", "after", "before", "statistics"]
+__all__ = ["PROMPTS", "FirstText", "after", "before", "statistics"]
 
 _VALLEY = (
     "The valley of Arven lies between two ranges of low green hills, a day's walk from the sea. For three "
@@ -44,10 +44,25 @@ def before(engine: Engine, session: Session) -> Iterator[str]:
     yield from lines[1 : pool + 1]
 
 
-def after(answers: Sequence[Answer], session: Session) -> Iterator[str]:
-    """The texts, then the speed and what prefix reuse saved."""
+class FirstText:
+    """Prints the first prompt's answer while it grows, so that a slow machine shows signs of life."""
+
+    def __init__(self, prompt: str) -> None:
+        self.printed = ""
+        self._title = f"\n[1] {_shortened(' '.join(prompt.split()))}\n    "
+
+    def __call__(self, text: str) -> None:
+        """Print what `text` has beyond what was printed."""
+        text = text.lstrip()
+        fresh = text[len(self.printed) :].replace("\n", "\n    ")
+        print(fresh if self.printed else self._title + fresh, end="", flush=True)
+        self.printed = text
+
+
+def after(answers: Sequence[Answer], session: Session, *, shown: int = 0) -> Iterator[str]:
+    """The texts but for the first `shown`, then the speed and what prefix reuse saved."""
     assert session.engine is not None
-    for index, answer in enumerate(answers, 1):
+    for index, answer in list(enumerate(answers, 1))[shown:]:
         prompt = _shortened(" ".join(answer.prompt.split()))
         yield ""
         yield f"[{index}] {prompt}"

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+from anyattn.core.arguments import check_whole
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
@@ -38,8 +41,36 @@ def create_pool(
     Raises:
         PoolError: sizes or scales that can't be; a layout without a pool class.
     """
+    if not hasattr(decision, "kv"):
+        raise PoolError(
+            "decision of the pool",
+            asked=type(decision).__name__,
+            allowed="Decision",
+            hint="anyattn.select(...)",
+        )
+    check_whole("num_slots counts tokens", num_slots, 1, error=PoolError)
     if decision.kv.layout not in LAYOUTS:
         raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
+    try:
+        return _pool(decision, num_slots, window_slots, k_scale, v_scale)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise PoolError(
+            "the device has no memory for the pool",
+            asked=f"{num_slots} slots in each of {len(decision.request.specs)} layers",
+            allowed="what is free",
+            hint="fewer num_slots, or a smaller kv_dtype in select()",
+        ) from error
+
+
+def _pool(
+    decision: Decision,
+    num_slots: int,
+    window_slots: int | Mapping[int, int] | None,
+    k_scale: float | Sequence[float],
+    v_scale: float | Sequence[float],
+) -> MHAPool | MLAPool:
     if any(spec.mla is not None for spec in decision.request.specs):
         if window_slots is not None:
             raise PoolError("window pools of latent KV", asked=window_slots, allowed="None")

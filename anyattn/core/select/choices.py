@@ -90,7 +90,7 @@ def _pinned_name(pin: Pin, phase: Phase) -> str | None:
 
 
 def _page_from(text: str, name: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ConfigError(
             f"value of {name}",
             asked=repr(text),

@@ -213,8 +213,10 @@ class Decision:
         Raises:
             ConfigError: another schema version, or missing fields.
         """
-        if data.get("schema") != SCHEMA:
-            raise ConfigError("schema of a decision", asked=data.get("schema"), allowed=SCHEMA)
+        schema = data.get("schema") if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        if schema != SCHEMA:
+            hint = "decide again: `anyattn select ... --json`"
+            raise ConfigError("schema of a decision", asked=repr(schema), allowed=SCHEMA, hint=hint)
         try:
             phases = {p.value: _optional_choice(data[p.value]) for p in Phase}
             decision = Decision(
@@ -230,7 +232,12 @@ class Decision:
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError("JSON of a decision", asked=f"{type(error).__name__}: {error}") from error
+            raise ConfigError(
+                "JSON of a decision",
+                asked=f"{type(error).__name__}: {error}",
+                allowed="what Decision.to_json() writes",
+                hint="decide again: `anyattn select ... --json`",
+            ) from error
         return decision
 
     def digest(self) -> str:

@@ -83,7 +83,8 @@ def refuse_nobody(field: Field, facts: HostFacts, wishes: Wishes, limit: int = 4
     nearest = [f"{name}: {_reasons(verdict)}" for name, verdict in ordered[:limit]]
     return SelectionError(
         f"no backend can serve {field.phase.value} on {facts.target} ({' | '.join(nearest)})",
-        asked=", ".join(filter(None, _pool_sources(wishes))) or None,
+        asked=", ".join(filter(None, _pool_sources(wishes))) or f"a backend for {field.phase.value}",
+        allowed="what the reasons name, nearest first",
         hint="change what the nearest reasons name; `anyattn backends` lists every reason",
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from anyattn.core.arguments import check_instance, check_whole
 from anyattn.core.capabilities import Feature, ModelKind, Phase
 from anyattn.core.feature_check import layer_features
 from anyattn.core.select.codec import from_plain, to_plain
@@ -45,6 +46,7 @@ _SHORT = {
     "fp8_e5m2": "float8_e5m2",
     "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
+
 
 def canonical_dtype(name: object) -> str:
     """The torch name, without `torch.`, of a dtype, a torch name or a usual short form (`bf16`, `fp8_e4m3`).
@@ -95,14 +97,29 @@ class Request:
     kind: ModelKind | None = None
 
     def __post_init__(self) -> None:
-        if not self.specs:
-            raise ConfigError("a model has at least one AttentionSpec", asked="[]")
+        self._check_types()
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "kv_dtype", canonical_dtype(self.kv_dtype or self.dtype))
-        if self.page_size is not None and self.page_size < 1:
-            raise ConfigError("page_size counts tokens", asked=self.page_size, allowed=">= 1")
         if self.deterministic not in set(Determinism):
-            raise ConfigError("deterministic", asked=self.deterministic, allowed="0, 1 or 2")
+            hint = "0 none, 1 run-to-run, 2 batch-invariant"
+            raise ConfigError("deterministic", asked=self.deterministic, allowed="0, 1 or 2", hint=hint)
+
+    def _check_types(self) -> None:
+        if not self.specs:
+            hint = "one for each layer of the model"
+            raise ConfigError(
+                "a model has at least one AttentionSpec", asked="[]", allowed="a list of specs", hint=hint
+            )
+        for spec in self.specs:
+            check_instance("specs of the model", spec, AttentionSpec, "anyattn.AttentionSpec(...)")
+        if self.limits is not None:
+            check_instance("limits", self.limits, Limits, "anyattn.Limits(max_requests=..., ...)")
+        if self.page_size is not None:
+            check_whole("page_size counts tokens", self.page_size, 1, hint="leave it out to have it chosen")
+        for name in ("layout", "backend", *(phase.value for phase in Phase)):
+            value = getattr(self, name)
+            if value is not None:
+                check_instance(name, value, str, "`anyattn backends` lists the names")
 
     @property
     def model_kind(self) -> ModelKind:
