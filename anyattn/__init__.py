@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from anyattn.core.context import current_context, forward_context
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.masks import TreeMaskMode, VerifyMask
+    from anyattn.core.mla import MLAMethod, MLAPolicy
+    from anyattn.core.mla_layer import MLAAttention, MLAProjections
     from anyattn.core.select.decision import Decision
     from anyattn.core.spec import AttentionKind, AttentionSpec, Limits, MLASpec
     from anyattn.core.state import AttentionState
@@ -41,6 +43,10 @@ _HOMES = {
     "LayerInputs": "anyattn.core.call",
     "LayerOutput": "anyattn.core.call",
     "Limits": "anyattn.core.spec",
+    "MLAAttention": "anyattn.core.mla_layer",
+    "MLAMethod": "anyattn.core.mla",
+    "MLAPolicy": "anyattn.core.mla",
+    "MLAProjections": "anyattn.core.mla_layer",
     "MLASpec": "anyattn.core.spec",
     "TreeMaskMode": "anyattn.core.masks",
     "UpperBound": "anyattn.core.batch",
@@ -69,6 +75,10 @@ __all__ = [
     "LayerInputs",
     "LayerOutput",
     "Limits",
+    "MLAAttention",
+    "MLAMethod",
+    "MLAPolicy",
+    "MLAProjections",
     "MLASpec",
     "TreeMaskMode",
     "UpperBound",

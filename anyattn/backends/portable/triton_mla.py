@@ -70,7 +70,7 @@ class TritonMLA(AttentionBackend):
         )  # fmt: skip
         for group, heads in self.config.groups.max_q_heads.items():
             rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
-            tiles = step.tiles[group] = choose_mla(rows, self._arch)
+            tiles = step.tiles[group] = choose_mla(rows, self.pool.kv_dtype.itemsize, self._arch)
             if plan.key.mode is ForwardMode.DECODE and not self._invariant:
                 programs = max(1, plan.key.num_requests) * mla.head_blocks(heads, tiles)
                 splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, self._units)

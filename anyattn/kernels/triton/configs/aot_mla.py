@@ -5,6 +5,7 @@ anyattn verify-compile --configs anyattn.kernels.triton.configs.aot_mla:ENTRIES
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -45,7 +46,7 @@ def _step(tokens: int, mask: bool) -> mla.MLAStep:
 
 def decode(heads: int, batch: int, fp8: bool, target: Target) -> None:
     """Decode, and the merge of its splits where the chip's rule splits."""
-    tiles = choose_mla(heads, target.name.replace("_", ""))
+    tiles = choose_mla(heads, 1 if fp8 else 2, target.name.replace("_", ""))
     programs = batch * mla.head_blocks(heads, tiles)
     splits = choose_splits(programs, _CONTEXT, tiles.block_n, target.units)
     mla.mla_decode(
@@ -60,18 +61,38 @@ def extend(heads: int, new: int, mask: bool, target: Target) -> None:
     tokens = _BATCH * new
     mla.mla_extend(
         _empty(tokens, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, False),
-        _step(tokens, mask), choose_mla(heads * new, target.name.replace("_", "")), 192**-0.5, None,
+        _step(tokens, mask), choose_mla(heads * new, 2, target.name.replace("_", "")), 192**-0.5, None,
         _empty(tokens, heads, _RANK, dtype=torch.bfloat16), _empty(tokens, heads, dtype=torch.float32),
     )  # fmt: skip
 
 
 _ALL = tuple(TARGETS)
+_TWICE = "WMMA of RDNA 3 wants operands twice, and a row of latents is 512: the smallest spill that was found"
+_CONVERTED = "a tile is converted in registers: the smallest spill that was found"
+_FEW = "16 bytes: an accumulator of 64 x 512 leaves no register"
+
+
+def _entry(
+    name: str, build: Callable[[Target], None], *, fp8: bool = False, vectors: bool = True, **spills: str
+) -> Entry:
+    kernel = "mla_decode_kernel" if name.startswith("mla-decode") else "mla_extend_kernel"
+    reasons = {"gfx1100": _TWICE, **spills}
+    return Entry(name, build, _FP8 if fp8 else _ALL, kernel, True, reasons, 2 if vectors else 0)
+
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False), _ALL, "mla_decode_kernel", True),
-    Entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False), _ALL, "mla_decode_kernel", True),
-    Entry("mla-decode/128-heads-fp8", partial(decode, 128, _BATCH, True), _FP8, "mla_decode_kernel", True),
-    Entry("mla-extend/128-heads-mask", partial(extend, 128, 4, True), _ALL, "mla_extend_kernel", True),
-    Entry("mla-extend/16-heads", partial(extend, 16, 512, False), _ALL, "mla_extend_kernel", True),
+    _entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False)),
+    _entry("mla-decode/16-heads-one-request", partial(decode, 16, 1, False)),
+    _entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False)),
+    # Reads aren't judged where a rope part of 64 bytes a token, or a mask, is read in small pieces.
+    _entry(
+        "mla-decode/128-heads-fp8",
+        partial(decode, 128, _BATCH, True),
+        fp8=True,
+        vectors=False,
+        gfx1201=_CONVERTED,
+    ),
+    _entry("mla-extend/128-heads-mask", partial(extend, 128, 4, True), vectors=False, sm_90=_FEW),
+    _entry("mla-extend/16-heads", partial(extend, 16, 512, False), sm_90=_FEW),
 )
 """Sixteen heads are a rank's share of 128."""

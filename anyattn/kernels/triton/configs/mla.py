@@ -12,7 +12,8 @@ from anyattn.kernels.triton.configs.rows import Tile
 
 __all__ = ["MLA", "MLARow", "MLATiles", "choose_mla", "choose_splits"]
 
-_BIG = ("sm80", "sm90", "sm100", "sm103", "sm110")  # 160 KiB or more of shared memory a program
+_SM90 = ("sm90",)
+_LARGE = ("sm80", "sm100", "sm103", "sm110")  # 160 KiB or more of shared memory a program
 _SMALL = ("sm86", "sm89", "sm120", "sm121")  # 99 KiB
 _CDNA = ("gfx90a", "gfx942", "gfx950")
 _RDNA = ("gfx1100", "gfx1151", "gfx1200", "gfx1201")
@@ -20,12 +21,16 @@ _RDNA = ("gfx1100", "gfx1151", "gfx1200", "gfx1201")
 
 @dataclass(frozen=True, kw_only=True)
 class MLARow:
-    """Blocks of `block_rows` query rows by `tile.block_n` latents; `min_rows`: of the longest request."""
+    """Blocks of `block_rows` query rows by `tile.block_n` latents.
+
+    `min_rows`: query rows of the longest request; `min_itemsize`: bytes of a stored element.
+    """
 
     architectures: tuple[str, ...]
     block_rows: int
     tile: Tile
     min_rows: int = 1
+    min_itemsize: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,33 @@ class MLATiles:
 
 
 MLA = (
-    MLARow(architectures=_BIG, min_rows=33, block_rows=64, tile=Tile(32, 8, 2)),
-    MLARow(architectures=_BIG, min_rows=17, block_rows=32, tile=Tile(32, 4, 2)),
-    MLARow(architectures=_BIG, block_rows=16, tile=Tile(32, 4, 3)),
+    # 64 rows are what wgmma takes; with fp8 latents to convert they spill 300 bytes.
+    MLARow(architectures=_SM90, min_rows=33, min_itemsize=2, block_rows=64, tile=Tile(32, 8, 3)),
+    MLARow(architectures=(*_SM90, *_LARGE), min_rows=17, block_rows=32, tile=Tile(32, 8, 3)),
+    MLARow(architectures=(*_SM90, *_LARGE), block_rows=16, tile=Tile(32, 4, 3)),
     MLARow(architectures=_SMALL, min_rows=17, block_rows=32, tile=Tile(16, 8, 2)),
     MLARow(architectures=_SMALL, block_rows=16, tile=Tile(16, 4, 2)),
     MLARow(architectures=_CDNA, min_rows=17, block_rows=32, tile=Tile(16, 4, 1)),
     MLARow(architectures=_CDNA, block_rows=16, tile=Tile(16, 4, 1)),
-    MLARow(architectures=_RDNA, block_rows=16, tile=Tile(16, 8, 1)),
+    MLARow(architectures=_RDNA, block_rows=16, tile=Tile(16, 16, 1)),
     MLARow(architectures=("interpreter",), min_rows=17, block_rows=32, tile=Tile(16, 4, 1)),
     MLARow(architectures=("interpreter",), block_rows=16, tile=Tile(16, 4, 1)),
 )
-"""The first row of an architecture whose `min_rows` a step reaches."""
+"""The first row of an architecture whose minima a step reaches."""
 
 
 @functools.cache
-def choose_mla(rows: int, arch: str) -> MLATiles:
+def choose_mla(rows: int, itemsize: int, arch: str) -> MLATiles:
     """Tiles for `rows` query rows (tokens x heads) of the longest request; small ones for unknown chips."""
-    found = next((r for r in MLA if arch in r.architectures and power_of_two(rows) >= r.min_rows), MLA[-1])
-    tile = found.tile
-    return MLATiles(found.block_rows, tile.block_n, tile.num_warps, tile.num_stages)
+    for row in MLA:
+        fits = power_of_two(rows) >= row.min_rows and itemsize >= row.min_itemsize
+        if arch in row.architectures and fits:
+            return _tiles(row)
+    return _tiles(MLA[-1])
+
+
+def _tiles(row: MLARow) -> MLATiles:
+    return MLATiles(row.block_rows, row.tile.block_n, row.tile.num_warps, row.tile.num_stages)
 
 
 def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> int:

@@ -1,0 +1,80 @@
+"""Many random latent steps on one backend; prints JSON with failures that run again, and worst errors.
+
+`python -m anyattn.testing.mla_sweep --backend triton --device cuda --cases 300`
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from anyattn.testing.mla_cases import MLASpace, random_mla_case
+from anyattn.testing.mla_judge import check_mla_case
+
+__all__ = ["SPACES", "main", "sweep"]
+
+_DEEPSEEK = MLASpace(
+    sizes=((512, 64, 128, 128),),
+    heads=(16, 128),
+    pages=(1, 16, 64),
+    windows=(None,),
+    sinks=(False,),
+    kv_sources=("write", "write", "cached"),
+    max_context=700,
+    max_extend=90,
+)
+
+SPACES: dict[str, MLASpace] = {
+    "half": dataclasses.replace(_DEEPSEEK, dtypes=(("bfloat16", "bfloat16"), ("float16", "float16"))),
+    "fp8": dataclasses.replace(_DEEPSEEK, dtypes=(("bfloat16", "float8_e4m3fn"),), kv_scales=(1.0, 0.5, 2.0)),
+    "small": MLASpace(),
+}
+"""`half` and `fp8` are DeepSeek's sizes; `small` has every feature of the reference."""
+
+
+def sweep(backend: str, device: str, count: int, seed: int, spaces: Sequence[str]) -> dict[str, Any]:
+    """Judge `count` cases of the named spaces, in turns; a crash is a failed case."""
+    started, passed = time.perf_counter(), 0
+    failed: list[dict[str, str]] = []
+    worst: dict[str, float] = {}
+    for index in range(count):
+        name = spaces[index % len(spaces)]
+        case = random_mla_case(random.Random(f"{name}/{seed}/{index}"), SPACES[name])
+        try:
+            report = check_mla_case(case, backend=backend, device=device)
+        except Exception as error:
+            where = traceback.format_exc().strip().splitlines()[-3:]
+            failed.append({"case": repr(case), "why": f"{type(error).__name__}: {error}; {where}"})
+            continue
+        key = f"{case.dtype}/{case.kv_dtype}/{report.method.value}"
+        worst[key] = max(worst.get(key, 0.0), report.error)
+        passed += report.passed
+        if not report.passed:
+            failed.append({"case": repr(case), "why": str(report)})
+    seconds = round(time.perf_counter() - started, 1)
+    return {"cases": count, "passed": passed, "failed": failed[:20], "worst": worst, "seconds": seconds}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; exit status 1 if a case failed."""
+    parser = argparse.ArgumentParser(description="random latent steps, judged by definition")
+    parser.add_argument("--backend", default="torch_native")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spaces", default="half,fp8")
+    args = parser.parse_args(argv)
+    outcome = sweep(args.backend, args.device, args.cases, args.seed, args.spaces.split(","))
+    print(json.dumps(outcome, indent=1))
+    return 1 if outcome["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
