@@ -37,6 +37,8 @@ class EngineConfig:
         page_seed: hand pages out in a random order; nothing may depend on it.
         dual_pool: layers with a window get a smaller pool; their pages go as soon as no query sees them.
             Needs `prefix_reuse=False`: a cached prefix has lost them.
+        draft_tokens: most tokens that a decode step verifies per request, the last one included (0 = no
+            drafts; see `demo.speculative`).
     """
 
     max_batch: int = 8
@@ -50,6 +52,7 @@ class EngineConfig:
     prefix_reuse: bool = True
     page_seed: int | None = None
     dual_pool: bool = False
+    draft_tokens: int = 0
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Engine:
         chunk = config.max_batch * longest if config.chunk is None else config.chunk
         self.decision = _decide(model, config, chunk, longest)
         page = self.decision.kv.page_size
-        context = pages_for(longest, page) * page
+        context = pages_for(longest + config.draft_tokens, page) * page
         tokens = config.max_batch * context if config.kv_tokens is None else config.kv_tokens
         slots = pages_for(tokens, page) * page
         windows = _window_slots(model, config, page, chunk) if config.dual_pool else None
@@ -162,7 +165,10 @@ class Engine:
     def step(self) -> tuple[Step, list[GenerationRequest]]:
         """Compute one step (an idle one when nobody runs); the step and who finished in it."""
         started = time.perf_counter()
-        step = self.scheduler.schedule()
+        return self._run(self.scheduler.schedule(), started)
+
+    def _run(self, step: Step, started: float) -> tuple[Step, list[GenerationRequest]]:
+        """Compute a scheduled step."""
         self._list_pages(step.chunks)
         logits = self._compute(step)
         if self.windows is not None:
@@ -239,7 +245,10 @@ def _window_slots(model: Decoder, config: EngineConfig, page: int, chunk: int) -
 
 
 def _decide(model: Decoder, config: EngineConfig, chunk: int, longest: int) -> Decision:
-    limits = anyattn.Limits(config.max_batch, max(chunk, 1) + config.max_batch, longest)
+    tokens = config.max_batch * max(1, config.draft_tokens)
+    limits = anyattn.Limits(
+        config.max_batch, max(chunk, 1) + tokens, longest + config.draft_tokens, config.draft_tokens
+    )
     return anyattn.select(
         list(model.specs),
         dtype=model.dtype,

@@ -15,6 +15,7 @@ from anyattn.demo.model import LlamaModel
 from anyattn.demo.request import Completion, GenerationRequest
 from anyattn.demo.sampler import SamplingParams
 from anyattn.demo.scheduler import Step
+from anyattn.demo.speculative import make_engine
 from anyattn.demo.tokenizer import Tokenizer
 from anyattn.demo.weights import find_gguf, load_gguf
 from anyattn.errors import ConfigError
@@ -82,7 +83,7 @@ class Session:
         """
         ids = [self.tokenizer.encode(self._wrapped(p) if chat else p) for p in prompts]
         fitted = _fitted(config, ids, params, self.model.max_context)
-        engine = Engine(self.model, fitted, eos_id=self.tokenizer.eos_id)
+        engine = make_engine(self.model, fitted, eos_id=self.tokenizer.eos_id)
         self.engine = engine
         if on_ready is not None:
             on_ready(engine)
