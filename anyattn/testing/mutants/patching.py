@@ -69,7 +69,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
             asked=mutant.where,
             hint="the code moved: give the mutant its new place, or drop it with a reason",
         )
-    changed = _changed(mutant, original, module)
+    changed = _changed(mutant, original, module, owner if owners else None)
     places = [(owner, name)] if owners else list(_holders(original))
     for holder, attribute in places:
         setattr(holder, attribute, changed)
@@ -90,7 +90,7 @@ def _holders(original: object) -> Iterator[tuple[Any, str]]:
                     yield module, attribute
 
 
-def _changed(mutant: Mutant, original: Any, module: Any) -> Any:
+def _changed(mutant: Mutant, original: Any, module: Any, owner: type | None) -> Any:
     plain: Callable[..., Any] = inspect.unwrap(
         getattr(original, "fn", getattr(original, "__func__", original))
     )
@@ -104,9 +104,11 @@ def _changed(mutant: Mutant, original: Any, module: Any) -> Any:
             hint="the code changed: change the mutant with it, so that it still breaks the same promise",
         )
     source = source.replace(mutant.old, mutant.new)
+    if owner is not None:  # `super()` finds its class in the enclosing scope
+        source = f"def method(__class__):\n{textwrap.indent(source, '    ')}    return {plain.__name__}\n"
     filename = f"<mutant {next(_serials)}: {mutant.name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     code = compile(source, filename, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
     found: dict[str, Any] = {}
     exec(code, module.__dict__, found)
-    return found[plain.__name__]
+    return found[plain.__name__] if owner is None else found["method"](owner)
