@@ -10,7 +10,7 @@ import torch
 
 from anyattn.core.metadata.upload import Uploader
 
-__all__ = ["KeyPart", "MLAKeys", "prefix_chunks"]
+__all__ = ["KeyPart", "MLAKeys", "key_parts", "prefix_chunks"]
 
 
 @dataclass(eq=False)
@@ -38,15 +38,6 @@ class KeyPart:
         """Keys of the request that has most here."""
         return max(self.lens, default=0)
 
-    @staticmethod
-    def of(starts: Sequence[int], lens: Sequence[int], uploader: Uploader) -> KeyPart:
-        """From host lengths, in one upload."""
-        bounds = [0, *itertools.accumulate(lens)]
-        given = [torch.tensor(values, dtype=torch.int64) for values in (starts, bounds)]
-        first, offsets = uploader.upload(given)
-        slots = torch.empty(bounds[-1], dtype=torch.int64, device=uploader.device)
-        return KeyPart(list(lens), bounds, first, offsets.to(torch.int32), slots)
-
     def fill(self, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:
         """Slots from the request table; no host sync."""
         count = rows.shape[0]
@@ -62,6 +53,24 @@ class MLAKeys:
 
     new: KeyPart
     prefix: tuple[KeyPart, ...]
+
+
+def key_parts(parts: Sequence[tuple[Sequence[int], Sequence[int]]], uploader: Uploader) -> list[KeyPart]:
+    """A part for each `(starts, lens)` of host lengths, all in one upload."""
+    bounds = [[0, *itertools.accumulate(lens)] for _, lens in parts]
+    pairs = [(starts, ends) for (starts, _), ends in zip(parts, bounds, strict=True)]
+    given = [torch.tensor(values, dtype=torch.int64) for pair in pairs for values in pair]
+    device = uploader.upload(given)
+    return [
+        KeyPart(
+            list(lens),
+            ends,
+            device[2 * i],
+            device[2 * i + 1].to(torch.int32),
+            torch.empty(ends[-1], dtype=torch.int64, device=uploader.device),
+        )
+        for i, ((_, lens), ends) in enumerate(zip(parts, bounds, strict=True))
+    ]
 
 
 def prefix_chunks(prefix_lens: Sequence[int], limit: int) -> Iterator[tuple[list[int], list[int]]]:

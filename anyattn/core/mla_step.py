@@ -9,7 +9,7 @@ from anyattn.core.capabilities import CapabilityRow
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.metadata.upload import Uploader
 from anyattn.core.mla import MLAMethod, MLAPolicy, expansion_pays, methods_of
-from anyattn.core.mla_keys import KeyPart, MLAKeys, prefix_chunks
+from anyattn.core.mla_keys import MLAKeys, key_parts, prefix_chunks
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionSpec
 from anyattn.core.traits import Determinism
@@ -58,10 +58,8 @@ class MLAPlanner:
             prefix, new = _lengths(plan)
             read = [p if e else 0 for p, e in zip(prefix, new, strict=True)]
             chunks = prefix_chunks(read, self.policy.chunk_tokens)
-            plan.mla_keys = MLAKeys(
-                KeyPart.of(prefix, new, self._uploader),
-                tuple(KeyPart.of(starts, lens, self._uploader) for starts, lens in chunks),
-            )
+            first, *others = key_parts([(prefix, new), *chunks], self._uploader)
+            plan.mla_keys = MLAKeys(first, tuple(others))
 
     def fill(self, plan: Plan) -> None:
         """Device half: slots of every part."""

@@ -9,9 +9,11 @@ import anyattn
 from anyattn import errors
 from anyattn.core.batch import UpperBound
 from anyattn.core.capabilities import CapabilityRow, FormSpec, HeadDims, PageSizes
+from anyattn.core.contract import AttentionBackend
 from anyattn.core.mla import MLAMethod, MLAPolicy, expansion_pays, methods_of, out_size
 from anyattn.core.mla_keys import prefix_chunks
 from anyattn.core.mla_layer import MLAAttention, MLAProjections
+from anyattn.core.wrappers.hybrid import HybridBackend
 from anyattn.testing.mla_cases import MLACase
 
 ABSORBED, MATERIALISED, CHUNKED = MLAMethod
@@ -211,3 +213,34 @@ def test_lengths_that_the_host_only_bounds_are_absorbed() -> None:
     engine.backend.mla.prepare(plan)
     assert plan.mla_method is ABSORBED
     assert batch.exact is None
+
+
+@pytest.mark.parametrize("method", [ABSORBED, MATERIALISED])
+def test_one_opaque_op_under_torch_compile(method: MLAMethod) -> None:
+    """Compiled code sees the output's size from the query's, and no v."""
+    engine = Engine(mla=MLAPolicy(method=method))
+    layer = anyattn.AttentionLayer(SPEC, 0, mla_expand=engine.projections)
+    batch, q = engine.extend(0, 3), torch.randn(3, 2, 32 if method.expands else 80)
+    k = torch.randn(3, 1, 80)
+
+    def model(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        out = layer(q * 2, k, None, batch)
+        assert isinstance(out, torch.Tensor)
+        return out + 1
+
+    with anyattn.forward_context(engine.backend, engine.backend.init_forward_metadata(batch)):
+        plain = model(q, k)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k)
+    assert plain.shape == (3, 2, 16 if method.expands else 64)
+    torch.testing.assert_close(compiled, plain)
+
+
+def test_prefill_on_one_backend_and_decode_on_another() -> None:
+    """A hybrid's plan is its child's, so the method is read the same way."""
+    engine = Engine()
+    other = anyattn.create_backend(engine.decision, engine.pool, engine.table, mla=MLAPolicy(method=ABSORBED))
+    assert isinstance(engine.backend, AttentionBackend)
+    assert isinstance(other, AttentionBackend)
+    hybrid = HybridBackend(engine.backend, other)
+    assert hybrid.init_forward_metadata(engine.extend(0, 12)).mla_method is MATERIALISED
+    assert hybrid.init_forward_metadata(anyattn.ForwardBatch.decode([0], [9], [12])).mla_method is ABSORBED
