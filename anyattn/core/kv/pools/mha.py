@@ -1,4 +1,4 @@
-"""MHA / GQA / MQA pool in the NHD and HND layouts."""
+"""MHA / GQA / MQA pool in every layout that slots can be addressed in."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from anyattn.core.dtypes import is_fp8
+from anyattn.core.kv.layouts import LAYOUTS, Axes, layout_named
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.scales import KVScale, quantize
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 
 __all__ = ["LAYOUTS", "MHAPool"]
-
-LAYOUTS = ("NHD", "HND")
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +24,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 class MHAPool(KVPool):
     """K and V of each layer as one tensor each.
 
-    NHD: `[pages, P, Hkv, D]`; HND: `[pages, Hkv, P, D]` (names as in FlashInfer's documentation).
+    NHD: `[pages, P, Hkv, D]`; HND: `[pages, Hkv, P, D]`; vendor layouts: see `core.kv.layouts`.
     New storage is zero, so the unused tail of a page is finite until somebody writes to it.
     """
 
@@ -46,9 +45,7 @@ class MHAPool(KVPool):
         super().__init__(
             specs, num_slots=num_slots, page_size=page_size, kv_dtype=kv_dtype, dtype=dtype, device=device
         )
-        if layout not in LAYOUTS:
-            raise PoolError("KV layout", asked=layout, allowed=", ".join(LAYOUTS))
-        self.layout = layout
+        self.layout, self._axes = layout, layout_named(layout)
         self._k: dict[int, torch.Tensor] = {}
         self._v: dict[int, torch.Tensor] = {}
         self._scales: dict[int, tuple[KVScale, KVScale]] = {}
@@ -57,17 +54,25 @@ class MHAPool(KVPool):
                 self._check_shared(layer_id, spec)
                 continue
             pages = self._storage_pages(spec)
-            self._k[layer_id] = self._allocate(pages, spec.num_kv_heads, spec.head_dim)
-            self._v[layer_id] = self._allocate(pages, spec.num_kv_heads, spec.v_head_dim)
+            self._k[layer_id] = self._allocate(self._axes.key, pages, spec.num_kv_heads, spec.head_dim)
+            self._v[layer_id] = self._allocate(self._axes.value, pages, spec.num_kv_heads, spec.v_head_dim)
             self.set_scales(layer_id, k_scale, v_scale)
 
     def _storage_pages(self, spec: AttentionSpec) -> int:
         """Pages of a layer's storage, the sink included."""
         return self.num_pages
 
-    def _allocate(self, pages: int, heads: int, dim: int) -> torch.Tensor:
-        inner = (self.page_size, heads, dim) if self.layout == "NHD" else (heads, self.page_size, dim)
-        return torch.zeros(pages, *inner, dtype=self.kv_dtype, device=self.device)
+    def _allocate(self, axes: Axes, pages: int, heads: int, dim: int) -> torch.Tensor:
+        itemsize = self.kv_dtype.itemsize
+        if not axes.fits(self.page_size, dim, itemsize):
+            raise PoolError(
+                f"layout {self.layout} splits pages and heads into whole chunks",
+                asked=f"page {self.page_size}, head size {dim}, {itemsize} bytes an element",
+                allowed=f"multiples of {axes.inner or 16 // itemsize}",
+                hint="another page size, or layout='NHD'",
+            )
+        shape = axes.shape(pages, self.page_size, heads, dim, itemsize)
+        return torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
 
     def _check_shared(self, layer_id: int, spec: AttentionSpec) -> None:
         owner = spec.kv_shared_with
@@ -110,7 +115,9 @@ class MHAPool(KVPool):
         return self._v[self.storage_layer(layer_id)]
 
     def caches(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """K and V as `[pages, P, Hkv, size]` views."""
+        """K and V as `[pages, P, Hkv, size]` views. Raises `PoolError` for layouts that split rows."""
+        if not self._axes.token_rows:
+            return super().caches(layer_id)
         stored = self.key_cache(layer_id), self.value_cache(layer_id)
         return stored if self.layout == "NHD" else tuple(c.transpose(1, 2) for c in stored)
 
@@ -119,24 +126,18 @@ class MHAPool(KVPool):
         if self.specs[layer_id].kv_shared_with is not None:
             return
         k_scale, v_scale = self.scales(layer_id)
-        for cache, x, scale in ((self._k[layer_id], k, k_scale), (self._v[layer_id], v, v_scale)):
-            target, stored = _bytes(cache), _bytes(quantize(x, scale, self.kv_dtype))
-            if self.layout == "NHD":
-                target.view(-1, *target.shape[2:]).index_copy_(0, loc, stored)
-            else:
-                target[loc // self.page_size, :, loc % self.page_size] = stored
+        axes = self._axes
+        for cache, x, scale, order in (
+            (self._k[layer_id], k, k_scale, axes.key),
+            (self._v[layer_id], v, v_scale, axes.value),
+        ):
+            order.put(_bytes(cache), loc, _bytes(quantize(x, scale, self.kv_dtype)), self.page_size)
 
     def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(k [n, Hkv, D], v [n, Hkv, Dv])` at `slots [n]`, as stored."""
-        return self._rows(self.key_cache(layer_id), slots), self._rows(self.value_cache(layer_id), slots)
-
-    def _rows(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        raw = _bytes(cache)
-        if self.layout == "NHD":
-            rows = raw.view(-1, *raw.shape[2:]).index_select(0, slots)
-        else:
-            rows = raw[slots // self.page_size, :, slots % self.page_size]
-        return rows.view(self.kv_dtype)
+        k = self._axes.key.get(_bytes(self.key_cache(layer_id)), slots, self.page_size)
+        v = self._axes.value.get(_bytes(self.value_cache(layer_id)), slots, self.page_size)
+        return k.view(self.kv_dtype), v.view(self.kv_dtype)
 
     def nbytes(self) -> int:
         """Bytes of storage, all layers."""
