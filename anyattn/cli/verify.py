@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawn cases (default: 0)")
     parser.add_argument("--device", help="torch device (default: the accelerator, else the CPU)")
     parser.add_argument("--cases", type=int, metavar="N", help="cases of a full run (default: 4000)")
+    parser.add_argument("--random", type=int, metavar="N", help="N random cases in place of the plan")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: 1, --full: the cores)")
     parser.add_argument("--write", metavar="FILE", help="put the worst errors into this Markdown table")
     parser.add_argument("--case", metavar="CASE", help="run one case, as a failure prints it")
@@ -66,7 +67,7 @@ def _again_interpreted(args: argparse.Namespace, device: str) -> int:
     command += ["--seed", str(args.seed), "--check", args.check]
     for name in ("quick", "full", "mutants", "json"):
         command += [f"--{name}"] if getattr(args, name) else []
-    for name in ("cases", "workers", "write", "case"):
+    for name in ("cases", "random", "workers", "write", "case"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name}", str(value)]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
@@ -76,12 +77,15 @@ def _again_interpreted(args: argparse.Namespace, device: str) -> int:
 def _whole(args: argparse.Namespace, device: str) -> int:
     from anyattn.testing import report
     from anyattn.testing.kit import summarise
-    from anyattn.testing.plan import plan_kit
+    from anyattn.testing.plan import plan_kit, plan_random
     from anyattn.testing.subject import open_subject
 
     begin = time.perf_counter()
     subject = open_subject(args.backend, device)
-    plan = plan_kit(subject.declared, seed=args.seed, full=args.full, count=args.cases)
+    if args.random is None:
+        plan = plan_kit(subject.declared, seed=args.seed, full=args.full, count=args.cases)
+    else:
+        plan = plan_random(subject.declared, args.random, seed=args.seed, full=args.full)
     results = _run(args, device, plan)
     summary = summarise(subject.declared.name, plan, results, time.perf_counter() - begin)
     host = report.host_of(subject.declared, device)

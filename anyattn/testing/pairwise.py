@@ -14,7 +14,7 @@ from typing import Any
 
 from anyattn.errors import ConfigError
 
-__all__ = ["Coverage", "Pair", "Row", "covering_rows", "pairs_of"]
+__all__ = ["Coverage", "Pair", "Row", "covering_rows", "pairs_of", "random_row"]
 
 Row = dict[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]
@@ -73,6 +73,17 @@ def covering_rows(
         for found in pairs_of(axes, row):
             open_pairs.pop(found, None)
     return rows, Coverage(len(possible) - len(open_pairs), len(possible))
+
+
+def random_row(axes: Mapping[str, Sequence[Any]], feasible: Feasible, rng: random.Random) -> Row:
+    """A row drawn at random. Raises `ConfigError` if there seems to be none."""
+    order = list(axes)
+    for _ in range(_TRIES):
+        rng.shuffle(order)
+        chosen = _complete(axes, {}, order, {}, feasible, rng)
+        if chosen is not None:
+            return {name: axes[name][chosen[name]] for name in axes}
+    raise ConfigError("no row fits the rules between the axes", asked=order)
 
 
 def _all_pairs(axes: Mapping[str, Sequence[Any]]) -> dict[Pair, None]:

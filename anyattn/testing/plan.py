@@ -11,10 +11,10 @@ from anyattn.testing.axes import FULL, QUICK, Sizes, axes_of, case_of, feasible_
 from anyattn.testing.cases import SLOT_LAYOUTS, Case
 from anyattn.testing.checks import CHECKS
 from anyattn.testing.declared import Declared
-from anyattn.testing.pairwise import Coverage, Row, covering_rows
+from anyattn.testing.pairwise import Coverage, Row, covering_rows, pairs_of, random_row
 from anyattn.testing.pins import check_cases, pinned, shape_of
 
-__all__ = ["Item", "KitPlan", "pinned_items", "plan_kit"]
+__all__ = ["Item", "KitPlan", "pinned_items", "plan_kit", "plan_random"]
 
 _BOTH = (False, True)
 _BIG_CHECKS = frozenset({"offsets-past-2-31"})
@@ -87,6 +87,23 @@ def plan_kit(declared: Declared, *, seed: int = 0, full: bool = False, count: in
             skipped.append((item, why))
     counts = {name: len(values) for name, values in axes.items()}
     return KitPlan(tuple(items), tuple(skipped), coverage, counts)
+
+
+def plan_random(declared: Declared, count: int, *, seed: int = 0, full: bool = False) -> KitPlan:
+    """`count` rows drawn at random from the same axes, in place of pins, checks and pairwise rows."""
+    sizes = FULL if full else QUICK
+    axes = axes_of(declared, sizes)
+    feasible = feasible_for(declared, axes)
+    rng = random.Random(f"random/{seed}")
+    items, covered = [], set()
+    for index in range(count):
+        row = random_row(axes, feasible, rng)
+        covered |= pairs_of(axes, row)
+        case = case_of(row, f"random/{seed}/{index}", sizes.max_context)
+        items.append(Item("numbers", case, f"random, {_describe(case)}"))
+    possible = covering_rows(axes, feasible, seed)[1].possible
+    counts = {name: len(values) for name, values in axes.items()}
+    return KitPlan(tuple(items), (), Coverage(len(covered), possible), counts)
 
 
 def _left_out(declared: Declared, item: Item, *, full: bool) -> str | None:

@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the kit."""
     group = parser.getgroup("anyattn", "conformance of attention backends (pytest --pyargs anyattn.testing)")
     group.addoption("--backend", metavar="NAME", help="backend that anyattn.testing judges")
-    group.addoption("--device", metavar="DEVICE", help="torch device (default: the accelerator, else the CPU)")
+    group.addoption(
+        "--device", metavar="DEVICE", help="torch device (default: the accelerator, else the CPU)"
+    )
     group.addoption("--kit-full", action="store_true", help="shapes of real models, thousands of cases")
     group.addoption("--kit-seed", type=int, default=0, metavar="N", help="of the drawn cases (default: 0)")
 

@@ -19,4 +19,6 @@ def test_item(kit_item: tuple[Subject, Item]) -> None:
         pytest.skip(result.skipped)
     if result.why is not None:
         result = explained_result(result, subject)
-        pytest.fail(f"{result.why}\n{reproduction(result, subject.declared.name, subject.device)}", pytrace=False)
+        pytest.fail(
+            f"{result.why}\n{reproduction(result, subject.declared.name, subject.device)}", pytrace=False
+        )
