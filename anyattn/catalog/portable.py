@@ -93,20 +93,32 @@ def _triton(
     )
 
 
-_TRITON_DENSE = tuple(
-    row
-    for chips, fp8 in _FP8
-    for row in _triton(
-        chips,
-        fp8,
-        (*HALVES, "float32"),
-        head_dims=HeadDims(minimum=16, maximum=256, multiple=16, equal=False),
-        layouts=(NHD, HND),
-        features=(Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS, *_KINDS),
-        source="own kernels, planned: triton-on-h200 A, B; hardware-free-checks §1.3 (sm103, gfx1151, "
-        "gfx1200 not compiled there)",
-    )
-)
+_NARROW = HeadDims(minimum=16, maximum=128, multiple=16, equal=False)
+_HEADS = HeadDims(minimum=16, maximum=256, multiple=16, equal=False)
+_DENSE: dict[str, Any] = {
+    "layouts": (NHD, HND),
+    "features": (Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS, *_KINDS),
+    "source": "own kernels, planned: triton-on-h200 A, B; compiled for every chip: docs/compile-table.md",
+}
+_WIDE = "spills: operands of 256 fill the registers of a thread (docs/compile-table.md)"
+
+
+def _dense(chips: tuple[str, ...], fp8: tuple[str, ...]) -> tuple[CapabilityRow, ...]:
+    """Heads up to 256. On RDNA wide ones are right but slow: in float32, on RDNA 3 in every type."""
+    rows: tuple[CapabilityRow, ...] = ()
+    for dtypes, spilling in ((HALVES, arch.GFX11), (("float32",), arch.GFX11_12)):
+        clean = tuple(chip for chip in chips if chip not in spilling)
+        slow = tuple(chip for chip in chips if chip in spilling)
+        if clean:
+            rows += _triton(clean, fp8, dtypes, head_dims=_HEADS, **_DENSE)
+        if slow:
+            # The wider row first: where neither will do, it is the one that is quoted.
+            rows += _triton(slow, fp8, dtypes, head_dims=_HEADS, degraded=_WIDE, **_DENSE)
+            rows += _triton(slow, fp8, dtypes, head_dims=_NARROW, **_DENSE)
+    return rows
+
+
+_TRITON_DENSE = tuple(row for chips, fp8 in _FP8 for row in _dense(chips, fp8))
 
 _SMALL_LDS = "rows of 576 in 64 KiB of LDS leave tiles of 16"
 
