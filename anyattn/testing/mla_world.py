@@ -152,7 +152,9 @@ def mla_batch(
     host: dict[str, Any] = {"host_lens": "copy"} if case.device_ints else {}
 
     def ints(values: Sequence[int]) -> list[int] | torch.Tensor:
-        return torch.tensor(values, device=world.device) if case.device_ints else list(values)
+        return (
+            torch.tensor(values, dtype=torch.int64, device=world.device) if case.device_ints else list(values)
+        )
 
     if case.mode == "decode":
         fill = world.backend.get_cuda_graph_seq_len_fill_value(anyattn.ForwardMode.DECODE, 1)
