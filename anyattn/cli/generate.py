@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyattn.errors import ConfigError, UnknownNameError
 
@@ -53,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--chunk", type=int, metavar="N", help="most prefill tokens of a step (default: all)")
     engine.add_argument("--max-batch", type=int, default=8, metavar="N", help="requests that run at once")
     engine.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool (default: what fits)")
+    engine.add_argument("--speculate", metavar="HOW", help="draft and verify trees: ngram (prompt look-up)")
+    engine.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="tokens verified per request and step (default 8)"
+    )
     engine.add_argument("--no-prefix-reuse", action="store_true", help="compute shared prefixes every time")
 
 
@@ -83,7 +87,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if first.printed:
         print()
-    _print(args, session, answers, shown=1 if first.printed else 0)
+    speculation = None
+    if config.draft_tokens and args.demo:
+        from anyattn.demo.speculation_report import beside_plain
+
+        speculation = beside_plain(session, answers, params, config, chat=args.chat)
+    _print(args, session, answers, shown=1 if first.printed else 0, speculation=speculation)
     return 0
 
 
@@ -184,7 +193,26 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         prefill=args.prefill,
         decode=args.decode,
         prefix_reuse=not args.no_prefix_reuse,
+        draft_tokens=_draft_tokens(args),
     )
+
+
+def _draft_tokens(args: argparse.Namespace) -> int:
+    """0 without `--speculate`."""
+    from anyattn.demo.speculative import DRAFTERS
+
+    if args.speculate is None:
+        if args.draft_tokens is not None:
+            raise ConfigError(
+                "--draft-tokens without drafts",
+                asked=args.draft_tokens,
+                allowed="--speculate ngram --draft-tokens N",
+                hint="add --speculate ngram",
+            )
+        return 0
+    if args.speculate not in DRAFTERS:
+        raise UnknownNameError("way to draft", args.speculate, DRAFTERS)
+    return 8 if args.draft_tokens is None else max(1, args.draft_tokens)
 
 
 def _device(name: str | None) -> str:
@@ -218,7 +246,14 @@ def _dtype(name: str | None, device: str) -> torch.dtype:
     return dtype
 
 
-def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer], *, shown: int) -> None:
+def _print(
+    args: argparse.Namespace,
+    session: Session,
+    answers: Sequence[Answer],
+    *,
+    shown: int,
+    speculation: dict[str, Any] | None,
+) -> None:
     from anyattn.demo.showcase import after, statistics
 
     assert session.engine is not None
@@ -226,10 +261,16 @@ def _print(args: argparse.Namespace, session: Session, answers: Sequence[Answer]
     if args.json and args.demo:
         decision = session.engine.decision.to_json()
         found = statistics(session.engine, answers)
+        if speculation is not None:
+            found["speculation"] = speculation
         print(json.dumps({"decision": decision, "answers": records, "statistics": found}, ensure_ascii=False))
     elif args.json:
         print(json.dumps(records, indent=2, ensure_ascii=False))
     elif args.demo:
         print("\n".join(after(answers, session, shown=shown)))
+        if speculation is not None:
+            from anyattn.demo.speculation_report import lines
+
+            print("\n".join(lines(speculation)))
     else:
         print("\n\n".join(f"{answer.prompt}{answer.text}" for answer in answers))

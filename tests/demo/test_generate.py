@@ -64,6 +64,20 @@ def test_the_demo_shows_machine_decision_texts_and_speed(capsys: pytest.CaptureF
 
 @pytest.mark.model
 @pytest.mark.usefixtures("_loaded")
+def test_drafts_are_reported_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--demo --speculate ngram --draft-tokens 6 --max-new-tokens 12 --device cpu --dtype float32 --json"
+    )
+    assert main(["generate", *options.split()]) == 0
+    found = json.loads(capsys.readouterr().out)["statistics"]["speculation"]
+    assert found["same_text"] is True
+    assert found["draft_tokens"] == 6
+    assert 0 <= found["accepted"] <= found["drafted"]
+    assert found["tokens_per_s"] > 0 < found["plain_tokens_per_s"]
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("_loaded")
 def test_chat_wraps_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = "What is the capital of France?"
     assert main(["generate", "--prompt", prompt, "--chat", "--device", "cpu", "--json"]) == 0
@@ -109,6 +123,13 @@ def test_unreadable_prompts_are_errors(tmp_path: Path) -> None:
 def test_options_that_contradict_are_errors(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         generate.run(parsed(*options))
+
+
+def test_drafting_options_that_cannot_be() -> None:
+    with pytest.raises(UnknownNameError, match="ngram"):
+        generate.run(parsed("--prompt", "x", "--speculate", "ngrm"))
+    with pytest.raises(ConfigError, match="--draft-tokens without drafts"):
+        generate.run(parsed("--prompt", "x", "--draft-tokens", "4"))
 
 
 def test_an_unknown_dtype_names_the_known_ones() -> None:
