@@ -12,8 +12,8 @@ __all__ = ["markdown", "outcome"]
 
 _HEAD = (
     "| target | blocks | warps, stages | shared memory, of | registers | spills | waves "
-    "| matrix instructions | s |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| matrix instructions | loads | s |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -42,8 +42,10 @@ Compiled, not run: nothing here says that a chip was at hand.
 "blocks" are the kernel's BLOCK_… constants. "shared memory, of" is what a thread block asks for and what the
 chip grants one block at most. Registers are per thread (AMD: vector registers, accumulation registers
 included). Spills are stack or scratch bytes per thread. "waves" is AMD's occupancy per SIMD as its compiler
-reports it. A configuration is what the package would launch: the host function is called with tensors on the
-meta device, and its launch is compiled instead of started.
+reports it. "loads" are the instructions that read global memory, by the bytes a thread reads at once,
+asynchronous copies included: decode and extend fail where K and V aren't read in vectors. A configuration is
+what the package would launch: the host function is called with tensors on the meta device, and its launch is
+compiled instead of started.
 """
     sections = [_section(name, [r for r in reports if r.entry == name]) for name in names]
     return "\n".join([intro, *sections])
@@ -64,7 +66,7 @@ def _remarks(report: Report) -> Iterable[str]:
 def _row(report: Report) -> str:
     options = f"{report.options.get('num_warps', '')}, {report.options.get('num_stages', '')}"
     if report.usage is None:
-        return f"| {report.target} | {_blocks(report)} | {options} | **failed** | | | | | |"
+        return f"| {report.target} | {_blocks(report)} | {options} | **failed** | | | | | | |"
     usage = report.usage
     cells = (
         report.target,
@@ -75,6 +77,7 @@ def _row(report: Report) -> str:
         usage.spills,
         "" if usage.occupancy is None else usage.occupancy,
         ", ".join(usage.matrix) or "none",
+        ", ".join(f"{count} of {size} B" for size, count in reversed(usage.loads.items())),
         report.seconds,
     )
     return f"| {' | '.join(str(cell) for cell in cells)} |"

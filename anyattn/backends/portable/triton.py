@@ -80,7 +80,9 @@ class TritonAttention(AttentionBackend):
             if plan.max_q_len == 1 and group.table.kind is not AttentionKind.ENCODER_ONLY:
                 bound = plan.max_kv_len if group.table.window is None else group.table.window
                 programs = max(1, plan.key.num_requests) * kernels.decode_programs(heads)
-                tiles = choose_decode(programs, bound, dim, itemsize, self._arch, self._units)
+                tiles = choose_decode(
+                    programs, bound, dim, itemsize, self._arch, self._units, heads=heads.block
+                )
                 work = kernels.partials(plan.key.num_requests, heads, tiles, self.pool.device)
                 step.decode[group] = (tiles, work)
             rows = max(1, plan.max_q_len) * heads.group

@@ -21,9 +21,22 @@ from anyattn.kernels.triton.aot_report import Report
 from anyattn.kernels.triton.aot_usage import Usage, read_usage
 from anyattn.kernels.triton.launch import set_hook
 
-__all__ = ["TARGETS", "Entry", "Launch", "Target", "compile_launch", "measure", "record"]
+__all__ = [
+    "ALL_TARGETS",
+    "RELATED",
+    "TARGETS",
+    "Entry",
+    "Launch",
+    "Target",
+    "compile_launch",
+    "measure",
+    "record",
+    "scalar_reads",
+]
 
 KIB = 1024
+TENSOR_COLUMNS = 512  # PTX ISA, tcgen05: 512 columns of tensor memory a CTA
+VECTOR_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -31,10 +44,15 @@ class Target:
     """A chip to compile for.
 
     Attributes:
-        shared_limit: bytes of shared memory (LDS) that one thread block (workgroup) may have. CUDA: C++
-            Programming Guide, table of technical specifications per compute capability; AMD: ISA guides
-            (CDNA 2, CDNA 3, RDNA 3, RDNA 4: 64 KiB a workgroup) and the CDNA 4 white paper (160 KiB).
+        shared_limit: bytes of shared memory (LDS) that one thread block (workgroup) may have. CUDA: CUDA
+            Programming Guide 13, section 5.1.3, table 31, "Maximum amount of shared memory per thread block"
+            (163 KB on 8.0 and 8.7, 99 KB on 8.6, 8.9 and 12.x, 227 KB on 9.0, 10.0 and 11.0):
+            docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html.
+            AMD: "AMD GPU specifications", column LDS (gfx90a, gfx942 64 KiB, gfx950 160 KiB; RDNA 3 and 4
+            have 128 KiB a work-group processor, of which a workgroup may have 64):
+            rocm.docs.amd.com/en/latest/reference/gpu-specs.html, and LLVM's limits for these targets.
         units: SMs (compute units) of a usual part, for rules that fit a grid to the chip.
+        like: the default target that this one takes its entries and accepted spills from.
     """
 
     name: str
@@ -43,14 +61,20 @@ class Target:
     warp_size: int
     shared_limit: int
     units: int
+    like: str = ""
+
+    @property
+    def listed(self) -> str:
+        """Its name in an entry's `targets` and `spills`."""
+        return self.like or self.name
 
 
-def _cuda(arch: int, shared_kib: int, units: int) -> Target:
-    return Target(f"sm_{arch}", "cuda", arch, 32, shared_kib * KIB, units)
+def _cuda(arch: int, shared_kib: int, units: int, like: str = "") -> Target:
+    return Target(f"sm_{arch}", "cuda", arch, 32, shared_kib * KIB, units, like)
 
 
-def _hip(arch: str, shared_kib: int, units: int) -> Target:
-    return Target(arch, "hip", arch, 64 if arch.startswith("gfx9") else 32, shared_kib * KIB, units)
+def _hip(arch: str, shared_kib: int, units: int, like: str = "") -> Target:
+    return Target(arch, "hip", arch, 64 if arch.startswith("gfx9") else 32, shared_kib * KIB, units, like)
 
 
 TARGETS: dict[str, Target] = {
@@ -64,6 +88,17 @@ TARGETS: dict[str, Target] = {
 }  # fmt: skip
 """Every chip that the default list is compiled for."""
 
+RELATED: dict[str, Target] = {
+    t.name: t
+    for t in (
+        _cuda(87, 163, 16, "sm_80"), _cuda(103, 227, 148, "sm_100"), _cuda(110, 227, 20, "sm_100"),
+        _cuda(121, 99, 48, "sm_120"), _hip("gfx1151", 64, 40, "gfx1100"), _hip("gfx1200", 64, 32, "gfx1201"),
+    )
+}  # fmt: skip
+"""Chips with rows of their own in the tables whose code is that of a relative: compiled when asked for."""
+
+ALL_TARGETS: dict[str, Target] = {**TARGETS, **RELATED}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -75,6 +110,7 @@ class Entry:
         kernel: name of the kernel that counts, where `build` launches several.
         matrix: the kernel has dots, and they must compile to matrix instructions.
         spills: target -> why its spills stand. Other spills are a failure.
+        element: bytes of a KV element, where K and V must be read in vectors; 0 = reads aren't judged.
     """
 
     name: str
@@ -83,6 +119,7 @@ class Entry:
     kernel: str | None = None
     matrix: bool = False
     spills: Mapping[str, str] = field(default_factory=dict)
+    element: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +170,7 @@ class _NoDevice:
     def __init__(self, target: Target) -> None:
         self._target = GPUTarget(target.backend, target.arch, target.warp_size)
         # Triton keeps compiled kernels by device number: each target is a device of its own.
-        self._device = 1000 + list(TARGETS).index(target.name)
+        self._device = 1000 + list(ALL_TARGETS).index(target.name)
 
     def get_current_device(self) -> int:
         return self._device
@@ -186,10 +223,32 @@ def _judge(report: Report, usage: Usage, entry: Entry, target: Target) -> None:
     if target.backend == "cuda" and usage.registers * threads > 65536:
         report.problems.append(f"{usage.registers} registers x {threads} threads: more than 65536")
     if usage.spill_bytes or usage.spilled_registers:
-        reason = entry.spills.get(target.name)
+        reason = entry.spills.get(target.listed)
         if reason is None:
             report.problems.append(f"spills ({usage.spills})")
         else:
             report.notes.append(f"spills ({usage.spills}): {reason}")
+    if usage.tensor_memory > TENSOR_COLUMNS:
+        report.problems.append(f"{usage.tensor_memory} columns of tensor memory, of {TENSOR_COLUMNS}")
     if entry.matrix and not usage.matrix:
         report.problems.append("dots without matrix instructions")
+    if entry.element:
+        report.problems += scalar_reads(usage, entry.element, target)
+
+
+def scalar_reads(usage: Usage, element: int, target: Target) -> list[str]:
+    """What says that K or V, of `element` bytes, are read one by one: once, a lost alignment hint made
+    page-1 decode three times slower and changed nothing else.
+
+    Tables and sinks may be single reads of that size too, but fewer than the vectors of K and V.
+    """
+    single = usage.loads.get(element, 0)
+    vectors = sum(count for size, count in usage.loads.items() if size >= VECTOR_BYTES)
+    found = []
+    if single > vectors:
+        found.append(f"scalar loads: {single} of {element} B, {vectors} of {VECTOR_BYTES} B or more")
+    if target.backend == "cuda":
+        narrow = sum(count for size, count in usage.copies.items() if size < VECTOR_BYTES)
+        if not usage.copies or narrow:
+            found.append(f"cp.async: {narrow} of less than {VECTOR_BYTES} B, of {sum(usage.copies.values())}")
+    return found

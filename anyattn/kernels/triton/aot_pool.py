@@ -136,7 +136,7 @@ def _serve(pipe: Connection, source: str, folder: str, log: str) -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default changes in Triton 3.10
     os.environ.pop("TRITON_INTERPRET", None)
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)  # a compiler that aborts says why on stderr
-    from anyattn.kernels.triton.aot import TARGETS, measure
+    from anyattn.kernels.triton.aot import ALL_TARGETS, measure
 
     entries = load_entries(source)
     while True:
@@ -144,4 +144,4 @@ def _serve(pipe: Connection, source: str, folder: str, log: str) -> None:
             entry, target = pipe.recv()
         except EOFError:
             return
-        pipe.send(measure(entries[entry], TARGETS[target]))
+        pipe.send(measure(entries[entry], ALL_TARGETS[target]))

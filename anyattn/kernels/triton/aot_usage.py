@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyattn.errors import LibraryError
 
-__all__ = ["Usage", "amd_usage", "matrix_instructions", "nvidia_usage", "read_usage"]
+__all__ = [
+    "Usage",
+    "amd_usage",
+    "async_copies",
+    "global_loads",
+    "matrix_instructions",
+    "nvidia_usage",
+    "read_usage",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,9 @@ class Usage:
         spill_bytes: stack (AMD: scratch) bytes per thread. `spilled_registers`: AMD, vector registers.
         occupancy: AMD, waves per SIMD as the compiler reports it.
         matrix: kinds of matrix instructions, most frequent first.
+        loads: reads of global memory in the code, bytes a thread reads at once -> how many instructions;
+            asynchronous copies included. `copies`: CUDA, the asynchronous ones alone.
+        tensor_memory: columns of tensor memory (sm_100 and later of its family); a chip has 512.
     """
 
     shared: int
@@ -32,6 +44,9 @@ class Usage:
     spilled_registers: int = 0
     occupancy: int | None = None
     matrix: tuple[str, ...] = ()
+    loads: dict[int, int] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+    tensor_memory: int = 0
 
     @property
     def spills(self) -> str:
@@ -61,7 +76,43 @@ def matrix_instructions(assembly: str, backend: str) -> tuple[str, ...]:
     return tuple(sorted(counts, key=lambda name: (-counts[name], name)))
 
 
-def nvidia_usage(resources: str, shared: int, ptx: str) -> Usage:
+_LOADS = {
+    "cuda": re.compile(r"\bld\.global(?:\.[a-zA-Z]\w*(?:::\w+)?)*?(?:\.v(\d))?\.[busf]x?(\d+)\b"),
+    "hip": re.compile(r"\b(?:global|buffer|flat)_load_(?:lds_|async_to_lds_)?(?:d16_)?(?:hi_)?([a-z]+\d*)"),
+}
+_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], *\[[^]]*\], *(0x[0-9a-f]+|\d+)")
+_BULK = re.compile(r"\bcp\.async\.bulk\.(?:tensor|shared)")
+_AMD_BYTES = {
+    **dict.fromkeys(("ubyte", "sbyte", "u8", "i8", "b8"), 1),
+    **dict.fromkeys(("ushort", "sshort", "short", "u16", "i16", "b16"), 2),
+    **dict.fromkeys(("dword", "b32"), 4),
+    **dict.fromkeys(("dwordx2", "b64"), 8),
+    **dict.fromkeys(("dwordx3", "b96"), 12),
+    **dict.fromkeys(("dwordx4", "b128"), 16),
+}
+
+
+def async_copies(ptx: str) -> dict[int, int]:
+    """`cp.async` in PTX by bytes; a bulk copy (TMA) counts as 16 bytes."""
+    sizes = Counter(int(size, 0) for size in _COPY.findall(ptx))
+    sizes[16] += len(_BULK.findall(ptx))
+    return dict(sorted((+sizes).items()))
+
+
+def global_loads(assembly: str, backend: str) -> dict[int, int]:
+    """Reads of global memory in PTX or AMD assembly, by bytes a thread reads at once. Scalar-unit loads
+    (AMD's `s_load`: the same address for a wave) don't count.
+    """
+    found = _LOADS[backend].findall(assembly)
+    if backend == "hip":
+        sizes = Counter(_AMD_BYTES[name] for name in found if name in _AMD_BYTES)
+    else:
+        sizes = Counter(int(width or 1) * int(bits) // 8 for width, bits in found)
+        sizes.update(async_copies(assembly))
+    return dict(sorted(sizes.items()))
+
+
+def nvidia_usage(resources: str, shared: int, ptx: str, tensor_memory: int = 0) -> Usage:
     """From `cuobjdump --dump-resource-usage`; `shared` is what Triton asks for at launch."""
     found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", resources)
     if not found:
@@ -72,6 +123,9 @@ def nvidia_usage(resources: str, shared: int, ptx: str) -> Usage:
         registers=max(row[0] for row in numbers),
         spill_bytes=max(max(row[1:]) for row in numbers),
         matrix=matrix_instructions(ptx, "cuda"),
+        loads=global_loads(ptx, "cuda"),
+        copies=async_copies(ptx),
+        tensor_memory=tensor_memory,
     )
 
 
@@ -89,6 +143,7 @@ def amd_usage(assembly: str, shared: int) -> Usage:
         spilled_registers=field("vgpr_spill_count"),
         occupancy=int(occupancy[1]) if occupancy else None,
         matrix=matrix_instructions(assembly, "hip"),
+        loads=global_loads(assembly, "hip"),
     )
 
 
@@ -97,7 +152,8 @@ def read_usage(compiled: Any, backend: str) -> Usage:
     shared = int(compiled.metadata.shared)
     if backend == "hip":
         return amd_usage(compiled.asm["amdgcn"], shared)
-    return nvidia_usage(_cuobjdump(compiled.asm["cubin"]), shared, compiled.asm["ptx"])
+    tensor_memory = int(getattr(compiled.metadata, "tmem_size", 0) or 0)
+    return nvidia_usage(_cuobjdump(compiled.asm["cubin"]), shared, compiled.asm["ptx"], tensor_memory)
 
 
 def _cuobjdump(cubin: bytes) -> str:

@@ -1,7 +1,8 @@
 """The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 45.
 
 An entry is a name and a function that calls a host function of this package with meta tensors. To add one,
-write that function (or reuse one with `partial`) and list it in `ENTRIES`.
+write that function (or reuse one with `partial`) and list it in `ENTRIES`. Attention's are in
+`aot_attention.py`; `aot_full.py` has every head size, for use on demand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.kernels.triton.aot import Entry, Target
+from anyattn.kernels.triton.configs import aot_attention
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["ENTRIES", "MAX_ENTRIES"]
@@ -87,5 +89,5 @@ _METADATA = (
     ),
 )
 
-ENTRIES: tuple[Entry, ...] = (*_METADATA,)
+ENTRIES: tuple[Entry, ...] = (*_METADATA, *aot_attention.ENTRIES)
 """What is compiled, in the table's order."""

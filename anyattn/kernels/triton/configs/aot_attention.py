@@ -1,7 +1,4 @@
-"""Attention entries for ahead-of-time compilation: one `Shape` each, tiles as the package chooses them there.
-
-anyattn verify-compile --configs anyattn.kernels.triton.configs.aot_attention:ENTRIES
-"""
+"""Attention entries for ahead-of-time compilation: one `Shape` each, with the package's tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +12,17 @@ from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.aot import TARGETS, Entry, Target
 from anyattn.kernels.triton.configs.choose import choose_decode, choose_extend
 
-__all__ = ["ENTRIES", "FP8_TARGETS", "Shape", "attention_entry", "decode", "extend", "write"]
+__all__ = [
+    "ENTRIES",
+    "FP8_TARGETS",
+    "RDNA3_WIDE_HEADS",
+    "RDNA_WIDE_FLOAT32",
+    "Shape",
+    "attention_entry",
+    "decode",
+    "extend",
+    "write",
+]
 
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1201")
 """Chips whose compiler converts the e4m3 type of their maker."""
@@ -25,8 +32,9 @@ FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx120
 class Shape:
     """One layer and one step of service.
 
-    `batch` requests with `context` cached tokens; an extend adds `new` tokens each. K of a layer is larger
-    than 2 GiB, as it is in service: below, AMD's compiler takes another path.
+    `batch` requests with `context` cached tokens; an extend adds `new` tokens each. K of a layer has
+    more than 2^31 elements, so offsets are 64 bits wide and AMD's compiler can't use its buffer loads;
+    `small` pools have fewer. `mapped`: slots are translated first.
     """
 
     q_heads: int = 32
@@ -46,6 +54,9 @@ class Shape:
     lse: bool = False
     mask: bool = False
     direct: bool = True
+    small: bool = False
+    mapped: bool = False
+    layout: str = "NHD"
 
     @property
     def heads(self) -> kernels.Heads:
@@ -69,11 +80,13 @@ def _arch(target: Target) -> str:
 
 def _cache(shape: Shape, target: Target) -> kernels.Cache:
     heads, dtype = shape.heads, shape.kv_dtype(target)
-    pages = (1 << 31) // (shape.page * heads.num_kv * min(heads.dim, heads.v_dim)) + 1
-    k = _empty(pages, shape.page, heads.num_kv, heads.dim, dtype=dtype)
-    v = _empty(pages, shape.page, heads.num_kv, heads.v_dim, dtype=dtype)
+    elements = 1 << (28 if shape.small else 31)
+    pages = elements // (shape.page * heads.num_kv * min(heads.dim, heads.v_dim)) + 1
+    rows = (shape.page, heads.num_kv) if shape.layout == "NHD" else (heads.num_kv, shape.page)
+    k, v = (_empty(pages, *rows, dim, dtype=dtype) for dim in (heads.dim, heads.v_dim))
     scale = _empty(1, dtype=torch.float32)
-    return kernels.Cache.of(k, v, "NHD", scale, scale, shape.fp8)
+    slot_map = _empty(pages * shape.page) if shape.mapped else None
+    return kernels.Cache.of(k, v, shape.layout, scale, scale, shape.fp8, slot_map)
 
 
 def _variant(shape: Shape) -> kernels.Variant:
@@ -93,6 +106,7 @@ def decode(shape: Shape, target: Target) -> None:
         itemsize,
         _arch(target),
         target.units,
+        heads=heads.block,
     )
     kernels.decode(
         _empty(rows, heads.num_q, heads.dim, dtype=shape.dtype),
@@ -164,39 +178,68 @@ def attention_entry(
     chips = targets or (FP8_TARGETS if shape.fp8 else tuple(TARGETS))
     # Float32 is computed without tensor cores: tf32 is off.
     dots = kernel in ("decode_kernel", "extend_kernel") and shape.dtype is not torch.float32
-    return Entry(name, partial(_BUILD[kernel], shape), chips, kernel, dots, spills or {})
+    reads = 1 if shape.fp8 else shape.dtype.itemsize
+    paged = kernel in ("decode_kernel", "extend_kernel")
+    return Entry(
+        name, partial(_BUILD[kernel], shape), chips, kernel, dots, spills or {}, reads if paged else 0
+    )
 
+
+RDNA3_WIDE_HEADS = {
+    "gfx1100": "operands of RDNA 3's matrix instructions are held twice, once in either half of a wave: "
+    "queries and keys of 256 take all 256 registers, with the smallest tiles too. The catalog calls these "
+    "head sizes degraded"
+}
+RDNA_WIDE_FLOAT32 = dict.fromkeys(
+    ("gfx1100", "gfx1201"),
+    "float32 is multiplied without matrix instructions: a query row of 256 takes all 256 registers of a "
+    "thread. The catalog calls it degraded",
+)
 
 _WINDOW_SINKS = Shape(q_heads=64, dim=64, window=128, sinks=True)
 _CAP_256 = Shape(q_heads=16, dim=256, cap=50.0)
+_PLAIN_256 = replace(_CAP_256, cap=None)
 _UNEQUAL = Shape(kv_heads=32, dim=192, v_dim=128, page=64)
 _FLOAT32 = Shape(dtype=torch.float32)
+_FLOAT32_256 = replace(_PLAIN_256, dtype=torch.float32)
+_SMALL_HND = Shape(dtype=torch.float16, small=True, layout="HND")
+_MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
+
+_decode = partial(attention_entry, kernel="decode_kernel")
+_extend = partial(attention_entry, kernel="extend_kernel")
 
 ENTRIES: tuple[Entry, ...] = (
-    attention_entry("decode/d128", "decode_kernel", Shape()),
-    attention_entry("decode/d128-one-request", "decode_kernel", Shape(batch=1)),
-    attention_entry("decode/d64-window-sinks", "decode_kernel", _WINDOW_SINKS),
-    attention_entry("decode/d80-page-1", "decode_kernel", Shape(kv_heads=32, dim=80, page=1)),
-    attention_entry("decode/d192-v128", "decode_kernel", _UNEQUAL),
-    attention_entry("decode/d256-cap", "decode_kernel", _CAP_256),
-    attention_entry("decode/d256-one-request", "decode_kernel", replace(_CAP_256, cap=None, batch=1)),
-    attention_entry("decode/d128-fp8", "decode_kernel", Shape(fp8=True)),
-    attention_entry("decode/d128-float32", "decode_kernel", _FLOAT32),
+    _decode("decode/d128", shape=Shape()),
+    _decode("decode/d128-one-request", shape=Shape(batch=1)),
+    _decode("decode/d128-small-pool-hnd-float16", shape=_SMALL_HND),
+    _decode("decode/d128-slot-map", shape=Shape(mapped=True), targets=_MAPPED_ON),
+    _decode("decode/d128-64-query-heads-per-kv-head", shape=Shape(q_heads=64, kv_heads=1)),
+    _decode("decode/d64-window-sinks", shape=_WINDOW_SINKS),
+    _decode("decode/d64-one-request", shape=Shape(dim=64, batch=1)),
+    _decode("decode/d80-page-1", shape=Shape(kv_heads=32, dim=80, page=1)),
+    _decode("decode/d192-v128", shape=_UNEQUAL, spills=RDNA3_WIDE_HEADS),
+    _decode("decode/d256-cap", shape=_CAP_256, spills=RDNA3_WIDE_HEADS),
+    _decode("decode/d256-one-request", shape=replace(_PLAIN_256, batch=1), spills=RDNA3_WIDE_HEADS),
+    _decode("decode/d128-fp8", shape=Shape(fp8=True)),
+    _decode("decode/d256-fp8", shape=replace(_PLAIN_256, fp8=True)),
+    _decode("decode/d128-float32", shape=_FLOAT32),
+    _decode("decode/d256-float32", shape=_FLOAT32_256, spills=RDNA_WIDE_FLOAT32),
     attention_entry("merge/d128", "merge_kernel", Shape(batch=1)),
-    attention_entry("extend/d128", "extend_kernel", Shape(new=512)),
-    attention_entry("extend/d128-paged", "extend_kernel", Shape(new=512, direct=False)),
-    attention_entry("extend/d128-64-rows", "extend_kernel", Shape(new=16)),
-    attention_entry("extend/d128-verify-mask", "extend_kernel", Shape(new=4, mask=True)),
-    attention_entry("extend/d64-window-sinks", "extend_kernel", replace(_WINDOW_SINKS, new=512)),
-    attention_entry(
-        "extend/d80-bidirectional", "extend_kernel",
-        Shape(kv_heads=32, dim=80, causal=False, new=512, lse=True),
-    ),
-    attention_entry("extend/d192-v128", "extend_kernel", replace(_UNEQUAL, new=512)),
-    attention_entry("extend/d256-cap", "extend_kernel", replace(_CAP_256, new=512)),
-    attention_entry("extend/d128-fp8", "extend_kernel", Shape(fp8=True, new=512)),
-    attention_entry("extend/d128-float32", "extend_kernel", replace(_FLOAT32, new=512)),
+    _extend("extend/d128", shape=Shape(new=512)),
+    _extend("extend/d128-paged", shape=Shape(new=512, direct=False)),
+    _extend("extend/d128-paged-small-pool-hnd-float16", shape=replace(_SMALL_HND, new=512, direct=False)),
+    _extend("extend/d128-64-rows", shape=Shape(new=16, direct=False)),
+    _extend("extend/d128-verify-mask", shape=Shape(new=4, mask=True)),
+    _extend("extend/d64-window-sinks", shape=replace(_WINDOW_SINKS, new=512)),
+    _extend("extend/d80-bidirectional", shape=Shape(kv_heads=32, dim=80, causal=False, new=512, lse=True)),
+    _extend("extend/d192-v128", shape=replace(_UNEQUAL, new=512), spills=RDNA3_WIDE_HEADS),
+    _extend("extend/d256-cap", shape=replace(_CAP_256, new=512), spills=RDNA3_WIDE_HEADS),
+    _extend("extend/d256-verify-mask", shape=replace(_PLAIN_256, new=4, mask=True), spills=RDNA3_WIDE_HEADS),
+    _extend("extend/d128-fp8", shape=Shape(fp8=True, new=512)),
+    _extend("extend/d256-fp8", shape=replace(_PLAIN_256, fp8=True, new=512)),
+    _extend("extend/d128-float32", shape=replace(_FLOAT32, new=512)),
+    _extend("extend/d256-float32", shape=replace(_FLOAT32_256, new=512), spills=RDNA_WIDE_FLOAT32),
     attention_entry("kv-write/d128", "kv_write_kernel", Shape(batch=4096)),
     attention_entry("kv-write/d128-fp8", "kv_write_kernel", Shape(batch=4096, fp8=True)),
-)  # fmt: skip
+)
 """Shapes of common models, and one of each feature."""

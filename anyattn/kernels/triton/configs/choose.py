@@ -13,7 +13,19 @@ import torch
 from anyattn.kernels.triton.configs import amd, interpreter, nvidia
 from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
 
-__all__ = ["Decode", "Extend", "choose_decode", "choose_extend", "kernel_arch", "num_units", "power_of_two"]
+__all__ = [
+    "Decode",
+    "Extend",
+    "choose_decode",
+    "choose_extend",
+    "decode_row",
+    "extend_row",
+    "kernel_arch",
+    "num_units",
+    "power_of_two",
+]
+
+WIDE_HEADS = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,9 @@ def num_units(device: torch.device) -> int:
 
 
 @functools.cache
-def _decode_row(arch: str, dim: int, itemsize: int) -> DecodeRow:
+def decode_row(arch: str, dim: int, itemsize: int) -> DecodeRow:
+    """The row for heads of `dim` and elements of `itemsize` bytes; the smallest tiles for unknown chips."""
+    dim = power_of_two(dim)  # what a tile holds
     for row in (*nvidia.DECODE, *amd.DECODE, *interpreter.DECODE):
         if arch in row.architectures and dim <= row.max_dim and itemsize <= row.max_itemsize:
             return row
@@ -70,7 +84,9 @@ def _decode_row(arch: str, dim: int, itemsize: int) -> DecodeRow:
 
 
 @functools.cache
-def _extend_row(arch: str, dim: int, itemsize: int, rows: int) -> ExtendRow:
+def extend_row(arch: str, dim: int, itemsize: int, rows: int) -> ExtendRow:
+    """The same for extends of at most `rows` query rows a request."""
+    dim, rows = power_of_two(dim), power_of_two(rows)
     for row in (*nvidia.EXTEND, *amd.EXTEND, *interpreter.EXTEND):
         covers = dim <= row.max_dim and itemsize <= row.max_itemsize and rows <= row.max_rows
         if arch in row.architectures and covers:
@@ -78,19 +94,21 @@ def _extend_row(arch: str, dim: int, itemsize: int, rows: int) -> ExtendRow:
     return interpreter.EXTEND[-1]
 
 
-def choose_decode(programs: int, max_kv_len: int, dim: int, itemsize: int, arch: str, units: int) -> Decode:
+def choose_decode(
+    programs: int, max_kv_len: int, dim: int, itemsize: int, arch: str, units: int, heads: int = 16
+) -> Decode:
     """Tiles and splits of a decode step.
 
     Args:
         programs: B x Hkv x head blocks, the grid without splits.
         max_kv_len: bound of KV lengths. dim: the larger head size. itemsize: bytes of the wider of q and KV.
-        units: SMs or CUs.
+        units: SMs or CUs. heads: query heads in one program.
 
     As long as one program per unit covers the grid, wide tiles; beyond, narrow ones with two programs a
-    unit. A split has at least two tiles.
+    unit, and for more than 32 heads, whose scores would spill. A split has at least two tiles.
     """
-    row = _decode_row(arch, power_of_two(dim), itemsize)
-    wide = programs <= units
+    row = decode_row(arch, dim, itemsize)
+    wide = programs <= units and heads <= WIDE_HEADS
     tile: Tile = row.wide if wide else row.narrow
     slots = units if wide else row.programs_per_unit * units
     tiles = -(-max_kv_len // tile.block_n)
@@ -100,6 +118,6 @@ def choose_decode(programs: int, max_kv_len: int, dim: int, itemsize: int, arch:
 
 def choose_extend(max_rows: int, dim: int, itemsize: int, arch: str) -> Extend:
     """Tiles of an extend step; `max_rows`: query rows (tokens x packed heads) of the longest request."""
-    row = _extend_row(arch, power_of_two(dim), itemsize, power_of_two(min(max_rows, 1 << 20)))
+    row = extend_row(arch, dim, itemsize, power_of_two(min(max_rows, 1 << 20)))
     tile = row.tile
     return Extend(row.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.maxnreg)

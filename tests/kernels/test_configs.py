@@ -1,0 +1,126 @@
+"""Tile tables: every architecture has rows of its own for everything that the catalog offers there."""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the portable extra isn't installed")
+
+from anyattn.catalog import architectures
+from anyattn.kernels.triton.configs import amd, choose_decode, choose_extend, interpreter, nvidia
+from anyattn.kernels.triton.configs.choose import decode_row, extend_row, kernel_arch, num_units, power_of_two
+
+HEAD_SIZES = (16, 64, 80, 96, 112, 128, 192, 256)
+CHIPS = tuple(name.partition(":")[2] for name in (*architectures.CUDA, *architectures.ROCM))
+ITEM_SIZES = (2, 4)
+ROWS = (1, 2, 16, 17, 64, 65, 512, 1 << 20, 1 << 24)
+
+
+@pytest.mark.parametrize("arch", [*CHIPS, "sm87"])
+@pytest.mark.parametrize("itemsize", ITEM_SIZES)
+def test_no_known_chip_falls_back_to_the_interpreter(arch: str, itemsize: int) -> None:
+    for dim in HEAD_SIZES:
+        assert arch in decode_row(arch, dim, itemsize).architectures
+        for rows in ROWS:
+            assert arch in extend_row(arch, dim, itemsize, rows).architectures
+
+
+def test_unknown_chips_get_the_smallest_tiles() -> None:
+    assert decode_row("gfx1030", 128, 2) is interpreter.DECODE[-1]
+    assert extend_row("gfx1030", 128, 2, 512) is interpreter.EXTEND[-1]
+    assert choose_decode(1, 1024, 64, 2, "sm999", 10).block_n == interpreter.DECODE[-1].wide.block_n
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_tiles_are_what_a_dot_takes(arch: str) -> None:
+    """Powers of two, 16 keys and rows at least, a workgroup of at most 1024 threads."""
+    wave = 64 if arch in ("gfx90a", "gfx942", "gfx950") else 32
+    for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
+        row = decode_row(arch, dim, itemsize)
+        tiles = [row.wide, row.narrow, *(extend_row(arch, dim, itemsize, rows).tile for rows in ROWS)]
+        for tile in tiles:
+            assert tile.block_n >= 16
+            assert tile.block_n == power_of_two(tile.block_n)
+            assert tile.num_warps in (1, 2, 4, 8, 16)
+            assert tile.num_warps * wave <= 1024
+            assert 1 <= tile.num_stages <= 4
+            assert not arch.startswith("gfx") or tile.maxnreg is None  # an option of NVIDIA's compiler
+        for rows in ROWS:
+            block_m = choose_extend(rows, dim, itemsize, arch).block_m
+            assert block_m >= 16
+            assert block_m == power_of_two(block_m)
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_cuda_pipelines_its_loads(arch: str) -> None:
+    """`cp.async` needs two stages."""
+    if arch.startswith("sm"):
+        for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
+            assert choose_decode(1, 4096, dim, itemsize, arch, 100).num_stages >= 2
+            assert choose_extend(512, dim, itemsize, arch).num_stages >= 2
+
+
+@pytest.mark.parametrize("arch", [*CHIPS, "interpreter"])
+@pytest.mark.parametrize("programs", [1, 7, 8, 131, 132, 133, 500, 10_000])
+def test_splits_fill_the_chip_and_are_two_tiles_long(arch: str, programs: int) -> None:
+    for units, length, dim in itertools.product((4, 132), (1, 16, 100, 8192, 131_072), (64, 256)):
+        got = choose_decode(programs, length, dim, 2, arch, units)
+        row = decode_row(arch, dim, 2)
+        tiles = -(-length // got.block_n)
+        assert 1 <= got.num_splits <= max(1, -(-tiles // 2))
+        assert got.num_splits == 1 or got.num_splits * programs <= row.programs_per_unit * units
+        wanted = row.wide if programs <= units else row.narrow
+        assert (got.block_n, got.num_warps, got.num_stages) == (
+            wanted.block_n,
+            wanted.num_warps,
+            wanted.num_stages,
+        )
+
+
+def test_one_long_request_uses_every_unit() -> None:
+    got = choose_decode(8, 131_072, 128, 2, "sm90", 132)
+    assert got.num_splits == 132 // 8
+
+
+def test_many_heads_take_the_narrow_tile() -> None:
+    row = decode_row("sm90", 128, 2)
+    for heads, tile in ((16, row.wide), (32, row.wide), (64, row.narrow)):
+        assert choose_decode(1, 131_072, 128, 2, "sm90", 132, heads=heads).block_n == tile.block_n
+
+
+def test_rows_are_reachable_and_say_where_they_come_from() -> None:
+    """A row that an earlier one always covers is dead; evidence is never empty."""
+    used = set()
+    for arch in (*CHIPS, "sm87", "interpreter"):
+        for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
+            used.add(id(decode_row(arch, dim, itemsize)))
+            used.update(id(extend_row(arch, dim, itemsize, rows)) for rows in ROWS)
+    for row in (*nvidia.DECODE, *nvidia.EXTEND, *amd.DECODE, *amd.EXTEND, *interpreter.DECODE):
+        assert id(row) in used, row
+        assert row.evidence, row
+
+
+def test_more_rows_never_get_a_smaller_block() -> None:
+    for arch, dim in itertools.product(CHIPS, HEAD_SIZES):
+        blocks = [choose_extend(rows, dim, 2, arch).block_m for rows in ROWS]
+        assert blocks == sorted(blocks)
+
+
+def test_the_cpu_is_the_interpreter() -> None:
+    assert kernel_arch(torch.device("cpu")) == "interpreter"
+    assert num_units(torch.device("cpu")) == 4
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels aren't compiled")
+def test_every_head_size_can_be_compiled_on_demand() -> None:
+    from anyattn.kernels.triton.aot import TARGETS, record
+    from anyattn.kernels.triton.configs.aot_full import ENTRIES
+    from anyattn.kernels.triton.configs.aot_full import HEAD_SIZES as LISTED
+
+    assert set(LISTED) <= set(HEAD_SIZES)
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES) == len(LISTED) * 4 * 5
+    for entry in ENTRIES[::9]:
+        launch = record(entry, TARGETS[entry.targets[0]])
+        assert launch.options["num_warps"] >= 4
