@@ -78,7 +78,7 @@ class Axes:
             return flat.index_select(0, slots)
         view, index = self._at(storage, slots, page)
         rows = view[index]
-        return rows.reshape(rows.shape[0], rows.shape[1], -1)
+        return rows.flatten(2)
 
 
 @dataclass(frozen=True)
