@@ -15,6 +15,7 @@ from anyattn.core.dtypes import torch_dtype
 from anyattn.core.groups import GroupSet
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.kv.translate import bind_and_verify_backends
 from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
 from anyattn.core.select.pages import TOKEN_MAJOR
@@ -135,6 +136,7 @@ def _build_all(
             continue
         rows = {p: choices[p].row for p in alike}
         built[phase] = _build(decision, choice, rows, phase, pool, table)
+    bind_and_verify_backends(built.values(), pool, table)
     return built
 
 

@@ -18,6 +18,7 @@ from anyattn.core.batch_checks import (
     check_rows,
 )
 from anyattn.core.host_lengths import Exact, HostLengths, UpperBound, resolve_host_lengths
+from anyattn.core.ids import IdKind, VirtualIds
 from anyattn.core.masks import ExplicitMask, VerifyMask
 from anyattn.errors import BatchError
 
@@ -71,6 +72,7 @@ class ForwardBatch:
         num_decode: decode rows at the tail of a MIXED batch.
         num_padding_requests, num_padding_tokens: rows at the end that stand for nobody; the tokens of
             padded requests count.
+        ids: what `out_cache_loc` holds (given as `VirtualIds`: virtual ones).
         captured_mode, logical_mode: mode of the graph, mode before a relabelling; default `forward_mode`.
         serial: identity of this batch; a plan remembers it.
     """
@@ -92,6 +94,7 @@ class ForwardBatch:
     num_padding_tokens: int = 0
     captured_mode: ForwardMode | None = None
     logical_mode: ForwardMode | None = None
+    ids: IdKind = IdKind.PHYSICAL
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -114,7 +117,7 @@ class ForwardBatch:
         req_pool_indices: IntLike,
         prefix_lens: IntLike,
         extend_lens: IntLike,
-        out_cache_loc: IntLike | None,
+        out_cache_loc: IntLike | VirtualIds | None,
         *,
         mode: ForwardMode = ForwardMode.EXTEND,
         positions: IntLike | None = None,
@@ -139,7 +142,9 @@ class ForwardBatch:
         """
         req = as_index(req_pool_indices, "req_pool_indices")
         prefix, ext = as_index(prefix_lens, "prefix_lens"), as_index(extend_lens, "extend_lens")
-        loc = None if out_cache_loc is None else as_index(out_cache_loc, "out_cache_loc")
+        ids = IdKind.VIRTUAL if isinstance(out_cache_loc, VirtualIds) else IdKind.PHYSICAL
+        given = out_cache_loc.values if isinstance(out_cache_loc, VirtualIds) else out_cache_loc
+        loc = None if given is None else as_index(given, "out_cache_loc")
         batch_size = req.shape[0]
         if batch_size == 0:
             raise BatchError(
@@ -192,6 +197,7 @@ class ForwardBatch:
             seq_lens=seq,
             extend_seq_lens=ext,
             out_cache_loc=loc,
+            ids=ids,
             num_tokens=tokens,
             positions=pos,
             host_lens=resolve_host_lengths(seq, ext, host_lens),
@@ -208,7 +214,7 @@ class ForwardBatch:
     def decode(
         req_pool_indices: IntLike,
         seq_lens: IntLike,
-        out_cache_loc: IntLike,
+        out_cache_loc: IntLike | VirtualIds,
         *,
         positions: IntLike | None = None,
         encoder_lens: IntLike | None = None,
@@ -243,7 +249,7 @@ class ForwardBatch:
         req_pool_indices: IntLike,
         prefix_lens: IntLike,
         extend_lens: IntLike,
-        out_cache_loc: IntLike,
+        out_cache_loc: IntLike | VirtualIds,
         *,
         num_decode: int | None = None,
         host_lens: HostLengths | Literal["copy"] = None,
@@ -282,7 +288,7 @@ class ForwardBatch:
         req_pool_indices: IntLike,
         prefix_lens: IntLike,
         draft_lens: IntLike,
-        out_cache_loc: IntLike,
+        out_cache_loc: IntLike | VirtualIds,
         *,
         mask: ExplicitMask | VerifyMask | None = None,
         positions: IntLike | None = None,

@@ -87,6 +87,9 @@ class StepBackend(ABC):
 class AttentionBackend(StepBackend):
     """Softmax attention over paged KV. Subclasses are adapters to one kernel family."""
 
+    translates_reads = False
+    """Its kernels read the request table themselves and translate through `KVPool.slot_map`."""
+
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
         self.pool, self.table = config.pool, config.table

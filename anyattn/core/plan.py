@@ -129,7 +129,7 @@ class Plan:
         req_pool_indices: int64 `[B]`; seq_lens, prefix_lens, extend_lens: int32 `[B]`;
         query_offsets: int32 `[B + 1]`; positions: int64 `[T]`; all on the pool's device.
         write_locs: slots that new KV goes to, int64 `[T]`, per space; window_locs: the same in each window
-            pool, by window size (see `write_loc`).
+            pool, by window size (see `write_loc`); listed_loc: as given, in the request table's numbers.
         max_q_len, max_kv_len: host bounds (exact where host lengths are).
         tables: one table per table group, in the backend's form.
         mask_cells, mask_indptr: explicit mask on the device, or None; offsets also on the host where they
@@ -166,6 +166,7 @@ class Plan:
     private: Any = None
     children: Sequence[Plan | None] = ()
     window_locs: dict[int, torch.Tensor] = field(default_factory=dict)
+    listed_loc: torch.Tensor | None = None
 
     def write_loc(self, group: TableGroup) -> torch.Tensor | None:
         """Slots int64 `[T]` that new KV of a group's layers goes to, in their own pool; None = none given."""

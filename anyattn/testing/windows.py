@@ -13,6 +13,7 @@ import torch
 
 import anyattn
 from anyattn.core.blocks import block_causal_mask
+from anyattn.core.ids import IdKind, VirtualIds
 from anyattn.core.kv.allocator import PageAllocator, pages_for
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.pools.window import WindowPool, window_slots_for
@@ -51,8 +52,8 @@ class Served:
 
     Args:
         specs: the model's layers. dual: window layers in pools of their own, as small as
-            `window_slots_for` allows. max_step: most new tokens of a step.
-        evict: give window pages up after each step (False: keep all).
+            `window_slots_for` allows. virtual: the table lists virtual ids, three times as many.
+        max_step: most new tokens of a step. evict: give window pages up after each step (False: keep all).
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Served:
         backend: str = "torch_native",
         device: str = "cpu",
         dual: bool = True,
+        virtual: bool = False,
         page_size: int = 4,
         layout: str = "NHD",
         max_requests: int = 4,
@@ -82,13 +84,15 @@ class Served:
         small = {w: window_slots_for(w, page_size, max_requests, max_step) for w in sizes}
         slots = max_requests * pages_for(max_context, page_size) * page_size
         made = anyattn.kv.create_pool(
-            self.decision, num_slots=slots, window_slots=small if dual and small else None
+            self.decision,
+            num_slots=slots,
+            window_slots=small if dual and small else None,
+            num_ids=3 * slots if virtual else None,
         )
         assert isinstance(made, MHAPool)
         self.pool = made
-        self.table = anyattn.kv.RequestTable(
-            max_requests=max_requests, max_context=max_context, device=device
-        )
+        kind = anyattn.kv.VirtualTable if virtual else anyattn.kv.RequestTable
+        self.table = kind(max_requests=max_requests, max_context=max_context, device=device)
         self.backend = anyattn.create_backend(self.decision, self.pool, self.table)
         if buffers:
             self.backend.init_cuda_graph_state(limits)
@@ -178,15 +182,16 @@ class Served:
             slots += [sequence.pages[t // page] * page + t % page for t in span]
         rows, prefix = [s.row for s in new], [s.length for s in new]
         lens = list(new.values())
+        loc = VirtualIds(torch.tensor(slots)) if self.pool.ids is IdKind.VIRTUAL else slots
         if mode == "decode":
             seq = [p + n for p, n in zip(prefix, lens, strict=True)]
-            return anyattn.ForwardBatch.decode(rows, seq, slots)
+            return anyattn.ForwardBatch.decode(rows, seq, loc)
         if mode == "mixed":
-            return anyattn.ForwardBatch.mixed(rows, prefix, lens, slots)
+            return anyattn.ForwardBatch.mixed(rows, prefix, lens, loc)
         if mode == "dllm_extend":
             mask = block_causal_mask(prefix, lens, self.block)
             extend = anyattn.ForwardBatch.extend
-            return extend(rows, prefix, lens, slots, mode=anyattn.ForwardMode.DLLM_EXTEND, mask=mask)
+            return extend(rows, prefix, lens, loc, mode=anyattn.ForwardMode.DLLM_EXTEND, mask=mask)
         if tree is not None:
             masks, positions = [], []
             for sequence, count in new.items():
@@ -194,8 +199,8 @@ class Served:
                 masks.append(torch.cat((torch.ones(count, sequence.length, dtype=torch.bool), cells), 1))
                 positions += [sequence.length + d for d in depths]
             mask = anyattn.ExplicitMask.from_matrices(masks)
-            return anyattn.ForwardBatch.verify(rows, prefix, lens, slots, mask=mask, positions=positions)
-        return anyattn.ForwardBatch.extend(rows, prefix, lens, slots, mode=anyattn.ForwardMode(mode))
+            return anyattn.ForwardBatch.verify(rows, prefix, lens, loc, mask=mask, positions=positions)
+        return anyattn.ForwardBatch.extend(rows, prefix, lens, loc, mode=anyattn.ForwardMode(mode))
 
     def _grow(self, sequence: Request, tokens: int) -> None:
         page = self.pool.page_size

@@ -44,6 +44,8 @@ class TritonAttention(AttentionBackend):
     keys alone.
     """
 
+    translates_reads = True
+
     def __init__(self, config: BackendConfig) -> None:
         """Raises `PoolError` for a pool that isn't NHD or HND."""
         self._invariant = config.deterministic is Determinism.BATCH_INVARIANT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from anyattn.core.arguments import check_whole
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.kv.pools.unified import UnifiedPool
 from anyattn.core.kv.pools.window import WindowPool
 from anyattn.errors import PoolError
 
@@ -26,6 +27,7 @@ def create_pool(
     *,
     num_slots: int,
     window_slots: int | Mapping[int, int] | None = None,
+    num_ids: int | None = None,
     k_scale: float | Sequence[float] = 1.0,
     v_scale: float | Sequence[float] = 1.0,
 ) -> MHAPool | MLAPool:
@@ -35,6 +37,7 @@ def create_pool(
         num_slots: usable token slots, a multiple of `decision.kv.page_size` (page 0 comes on top).
         window_slots: give the layers of each window size (or of those named) a smaller pool of their own with
             so many usable slots (`WindowPool`; `window_slots_for`); None = one pool for all layers.
+        num_ids: list virtual ids, so many, over pools of physical slots (`UnifiedPool`).
         k_scale, v_scale: stored = sat(x / scale); one number, or one per KV head. Latents have one scale,
             `k_scale`.
 
@@ -52,7 +55,7 @@ def create_pool(
     if decision.kv.layout not in LAYOUTS:
         raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
     try:
-        return _pool(decision, num_slots, window_slots, k_scale, v_scale)
+        return _pool(decision, num_slots, window_slots, num_ids, k_scale, v_scale)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
@@ -68,14 +71,23 @@ def _pool(
     decision: Decision,
     num_slots: int,
     window_slots: int | Mapping[int, int] | None,
+    num_ids: int | None,
     k_scale: float | Sequence[float],
     v_scale: float | Sequence[float],
 ) -> MHAPool | MLAPool:
     if any(spec.mla is not None for spec in decision.request.specs):
-        if window_slots is not None:
-            raise PoolError("window pools of latent KV", asked=window_slots, allowed="None")
+        if window_slots is not None or num_ids is not None:
+            raise PoolError(
+                "latent KV has one pool (window_slots, num_ids)",
+                asked=(window_slots, num_ids),
+                allowed="None",
+            )
         return _latent_pool(decision, num_slots, k_scale, v_scale)
-    build = MHAPool if window_slots is None else partial(WindowPool, window_slots=window_slots)
+    build: Callable[..., MHAPool] = MHAPool
+    if num_ids is not None:
+        build = partial(UnifiedPool, window_slots=window_slots, num_ids=num_ids)
+    elif window_slots is not None:
+        build = partial(WindowPool, window_slots=window_slots)
     return build(
         decision.request.specs,
         num_slots=num_slots,

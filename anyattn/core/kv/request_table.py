@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from anyattn.core.arguments import check_whole
+from anyattn.core.ids import IdKind
 from anyattn.errors import PoolError
 
 __all__ = ["RequestTable"]
@@ -16,8 +17,11 @@ class RequestTable:
     Attributes:
         req_to_token: int32 `[R + 1, max_context]`; row r, column p = slot of token p of request r.
             The last row (`padding_row`) is all zero: padded rows of a batch name it.
+        ids: what the numbers are; `VirtualTable` holds virtual ones.
         encoder_to_token: int32 `[R + 1, max_encoder]` for cross-attention, or None.
     """
+
+    ids: IdKind = IdKind.PHYSICAL
 
     def __init__(
         self,

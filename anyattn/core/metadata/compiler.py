@@ -22,7 +22,7 @@ from anyattn.core.metadata.checks import check_host, check_values
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.upload import Uploader
-from anyattn.core.metadata.windows import check_windows, fill_windows, prepare_windows
+from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
 from anyattn.errors import BatchError
@@ -72,8 +72,9 @@ class MetadataCompiler:
         Raises:
             BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
         """
+        check_ids(batch, self.pool)
         if self.checks != "off":
-            check_host(batch, self.table, self.pool.page_size, self.pool.total_slots)
+            check_host(batch, self.table, self.pool.page_size, self.pool.listed_slots)
             self._check_writable(batch)
         take: Take = self._allocate if buffers is None else buffers.take
         given = self._upload(batch)
@@ -111,7 +112,7 @@ class MetadataCompiler:
         else:
             self.filler(plan)
         fill_mask(plan)
-        fill_windows(plan, self.pool.full_to_window)
+        fill_windows(plan, self.pool)
 
     def _fill_tables(self, plan: Plan) -> None:
         torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
@@ -131,8 +132,8 @@ class MetadataCompiler:
         """Reads device values when checks=full; a no-op otherwise and while a graph is captured."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self.checks == "full" and not capturing:
-            check_values(plan, self.table, self.pool.page_size, self.pool.total_slots)
-            check_windows(plan, self.table, self.pool.full_to_window, self.pool.page_size)
+            check_values(plan, self.table, self.pool.page_size, self.pool.listed_slots)
+            check_windows(plan, self.table, self.pool)
 
     def _check_writable(self, batch: ForwardBatch) -> None:
         loc = batch.out_cache_loc

@@ -7,35 +7,55 @@ REQUEST_TABLE, which has no list to translate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
+from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.groups import Space, TableGroup
+from anyattn.core.ids import IdKind
 from anyattn.core.kv.pools.base import EVICTED, KVPool
+from anyattn.core.kv.pools.window import pool_name
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.metadata.buffers import Take
 from anyattn.core.plan import Plan, Table, TableKind
 from anyattn.errors import BatchError
 
-__all__ = ["check_windows", "fill_windows", "prepare_windows", "translate_table"]
+__all__ = ["check_ids", "check_windows", "fill_windows", "prepare_windows", "translate_table"]
+
+
+def check_ids(batch: ForwardBatch, pool: KVPool) -> None:
+    """`out_cache_loc` is of the kind that the pool's tables list. Raises `BatchError`."""
+    stores = batch.out_cache_loc is not None and batch.forward_mode is not ForwardMode.IDLE
+    if stores and batch.ids is not pool.ids:
+        raise BatchError(
+            f"out_cache_loc has {batch.ids.value} ids",
+            asked=batch.ids.value,
+            allowed=f"{pool.ids.value} ids: what the tables of {type(pool).__name__} list",
+            hint="VirtualIds(…) on a UnifiedPool, plain slots on any other",
+        )
 
 
 def prepare_windows(plan: Plan, pool: KVPool, take: Take) -> None:
     """Storage for the write list of each window pool, int64 `[T]`."""
-    loc = plan.write_locs.get(Space.FULL)
+    loc = plan.listed_loc = plan.write_locs.get(Space.FULL)
     if loc is not None:
+        if pool.ids is IdKind.VIRTUAL:
+            plan.write_locs[Space.FULL] = take("out_cache_loc.full", tuple(loc.shape), torch.int64)
         for window in pool.full_to_window:
             plan.window_locs[window] = take(f"out_cache_loc.window{window}", tuple(loc.shape), torch.int64)
 
 
-def fill_windows(plan: Plan, maps: Mapping[int, torch.Tensor]) -> None:
+def fill_windows(plan: Plan, pool: KVPool) -> None:
     """Device half, after the tables: static shapes, no host sync."""
-    for window, out in plan.window_locs.items():
-        out.copy_(maps[window][plan.write_locs[Space.FULL]])
+    if plan.listed_loc is not None:
+        full = pool.table_map(TableGroup())
+        if full is not None:
+            plan.write_locs[Space.FULL].copy_(full[plan.listed_loc])
+        for window, out in plan.window_locs.items():
+            out.copy_(pool.full_to_window[window][plan.listed_loc])
     for group, table in plan.tables.items():
-        if group.space is Space.WINDOW:
-            translate_table(table, maps[_size(group)])
+        slot_map = pool.table_map(group)
+        if slot_map is not None:
+            translate_table(table, slot_map)
 
 
 def translate_table(table: Table, slot_map: torch.Tensor) -> None:
@@ -57,7 +77,7 @@ def translate_table(table: Table, slot_map: torch.Tensor) -> None:
     entries.copy_(torch.where(live, translated, entries))
 
 
-def check_windows(plan: Plan, table: RequestTable, maps: Mapping[int, torch.Tensor], page_size: int) -> None:
+def check_windows(plan: Plan, table: RequestTable, pool: KVPool) -> None:
     """Reads device values (checks=full): all that window layers read and write has a window slot.
 
     Raises:
@@ -68,27 +88,26 @@ def check_windows(plan: Plan, table: RequestTable, maps: Mapping[int, torch.Tens
         return
     rows = plan.req_pool_indices[:real]
     for group in plan.tables:
-        if group.space is not Space.WINDOW:
+        slot_map = pool.table_map(group)
+        if slot_map is None:
             continue
         seq, prefix = plan.seq_lens[:real], plan.prefix_lens[:real]
-        first = (prefix - (_size(group) - 1)).clamp_min(0)
+        first = torch.zeros_like(prefix)
+        if group.window is not None:
+            first = (prefix - (group.window - 1)).clamp_min(0)
         column = torch.arange(table.max_context, device=seq.device)[None, :]
-        listed = maps[_size(group)][table.req_to_token[rows].long()]
-        bad = (column >= first[:, None]) & (column < seq[:, None]) & (listed < page_size)
+        listed = slot_map[table.req_to_token[rows].long()]
+        bad = (column >= first[:, None]) & (column < seq[:, None]) & (listed < pool.page_size)
         if bool(bad.any()):
             row, position = (int(x) for x in bad.nonzero()[0])
-            raise _no_slot(_size(group), int(rows[row]), position, int(listed[row, position]))
+            window = group.window if group.space is Space.WINDOW else None
+            raise _no_slot(window, int(rows[row]), position, int(listed[row, position]))
 
 
-def _size(group: TableGroup) -> int:
-    assert group.window is not None
-    return group.window
-
-
-def _no_slot(window: int, row: int, position: int, value: int) -> BatchError:
+def _no_slot(window: int | None, row: int, position: int, value: int) -> BatchError:
     why = "was evicted from" if value == EVICTED else "was never mapped in"
     return BatchError(
-        f"the token at position {position} of row {row} {why} the pool of window {window}",
+        f"the token at position {position} of row {row} {why} the {pool_name(window)}",
         asked=f"a read of position {position}",
         allowed="positions whose pages are mapped there",
         hint="map a page before its tokens are written, evict it only when every query is past it "

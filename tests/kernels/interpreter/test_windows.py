@@ -21,3 +21,9 @@ def test_pages_of_one_and_the_other_layout() -> None:
     for page_size, layout in ((1, "NHD"), (16, "HND")):
         error, _ = RUNS["chunks"](backend="triton", page_size=page_size, layout=layout)
         assert error < 2e-5
+
+
+def test_virtual_ids() -> None:
+    for dual in (True, False):
+        error, _ = RUNS["chunks"](backend="triton", dual=dual, virtual=True)
+        assert error < 2e-5

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import torch
 
-from anyattn.core.groups import CACHED_KINDS
+from anyattn.core.groups import CACHED_KINDS, Space, TableGroup
+from anyattn.core.ids import IdKind
 from anyattn.core.kv.scales import KVScale
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
@@ -33,6 +34,8 @@ class KVPool(ABC):
     """
 
     layout: str
+    ids: IdKind = IdKind.PHYSICAL
+    """What request tables and batches list for this pool."""
     full_to_window: Mapping[int, torch.Tensor] = MappingProxyType({})
 
     def __init__(
@@ -64,6 +67,11 @@ class KVPool(ABC):
         """Slots of the storage, the sink page included: slot numbers are below this."""
         return self.num_pages * self.page_size
 
+    @property
+    def listed_slots(self) -> int:
+        """Numbers that request tables may list are below this."""
+        return self.total_slots
+
     def storage_layer(self, layer_id: int) -> int:
         """The layer whose storage `layer_id` uses (KV sharing). Raises `PoolError` if out of range."""
         if not 0 <= layer_id < len(self.specs):
@@ -82,6 +90,13 @@ class KVPool(ABC):
         if spec.sliding_window is None or spec.kind not in CACHED_KINDS:
             return None
         return self.full_to_window.get(spec.sliding_window)
+
+    def table_map(self, group: TableGroup) -> torch.Tensor | None:
+        """As `slot_map`, for the layers of a table group."""
+        if group.space is not Space.WINDOW:
+            return None
+        assert group.window is not None
+        return self.full_to_window[group.window]
 
     def check_writable(self, slots: torch.Tensor) -> None:  # noqa: B027
         """Tokens may be written to these slots (on the host). Raises `PoolError`; default: all may."""

@@ -16,7 +16,12 @@ from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 
-__all__ = ["WindowPool", "window_slots_for"]
+__all__ = ["WindowPool", "pool_name", "window_slots_for"]
+
+
+def pool_name(window: int | None) -> str:
+    """A sub-pool in messages."""
+    return "full pool" if window is None else f"pool of window {window}"
 
 
 def window_slots_for(window: int, page_size: int, max_requests: int, max_step_tokens: int) -> int:
@@ -37,6 +42,7 @@ class WindowPool(MHAPool):
 
     Attributes:
         window_slots: usable slots by window size; a size that is absent lives in the full pool.
+        sub_pools: usable slots of every pool behind a map, by window size (None: the full pool).
     """
 
     def __init__(
@@ -44,7 +50,7 @@ class WindowPool(MHAPool):
         specs: Sequence[AttentionSpec],
         *,
         num_slots: int,
-        window_slots: int | Mapping[int, int],
+        window_slots: int | Mapping[int, int] | None,
         page_size: int,
         layout: str = "NHD",
         kv_dtype: torch.dtype,
@@ -59,18 +65,24 @@ class WindowPool(MHAPool):
             PoolError: no layer with a window, a size that no layer has, slots that aren't whole pages,
                 KV shared between layers of different pools.
         """
-        self.window_slots = _by_size(specs, window_slots, page_size)
+        self.window_slots = {} if window_slots is None else _by_size(specs, window_slots, page_size)
         super().__init__(
             specs, num_slots=num_slots, page_size=page_size, layout=layout, kv_dtype=kv_dtype, dtype=dtype,
             device=device, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        self.full_to_window = {w: self._empty_map() for w in self.window_slots}
-        self._page_of: dict[int, list[int]] = {w: [0] * self.num_pages for w in self.window_slots}
-        self._taken: dict[int, set[int]] = {w: set() for w in self.window_slots}
-        self._mapped = {w: torch.zeros(self.num_pages, dtype=torch.bool) for w in self.window_slots}
+        self.sub_pools = self._sub_pools()
+        pages = self.listed_slots // page_size
+        self._maps = {w: self._empty_map() for w in self.sub_pools}
+        self._page_of = {w: [0] * pages for w in self.sub_pools}
+        self._taken: dict[int | None, set[int]] = {w: set() for w in self.sub_pools}
+        self._mapped = {w: torch.zeros(pages, dtype=torch.bool) for w in self.sub_pools}
+        self.full_to_window = {w: self._maps[w] for w in self.window_slots}
+
+    def _sub_pools(self) -> dict[int | None, int]:
+        return {window: slots for window, slots in self.window_slots.items()}  # noqa: C416
 
     def _empty_map(self) -> torch.Tensor:
-        found = torch.full((self.total_slots,), UNMAPPED, dtype=torch.int32, device=self.device)
+        found = torch.full((self.listed_slots,), UNMAPPED, dtype=torch.int32, device=self.device)
         found[: self.page_size] = torch.arange(self.page_size, dtype=torch.int32)  # the sink is everywhere
         return found
 
@@ -91,18 +103,18 @@ class WindowPool(MHAPool):
                 hint="share between layers of one window, or create the pool without window_slots",
             )
 
-    def map_pages(self, window: int, pages: Sequence[int], window_pages: Sequence[int]) -> None:
+    def map_pages(self, window: int | None, pages: Sequence[int], window_pages: Sequence[int]) -> None:
         """From now on full page `pages[i]` is page `window_pages[i]` of that window's pool.
 
         Raises:
             PoolError: a page out of range or in the sink, mapped already, or already somebody's.
         """
         table, taken = self._pages(window), self._taken[window]
-        most = self.window_slots[window] // self.page_size
+        most = self.sub_pools[window] // self.page_size
         if len(pages) != len(window_pages):
             raise PoolError("pages to map", asked=len(window_pages), allowed=len(pages))
         for page, target in zip(pages, window_pages, strict=True):
-            if not 0 < page < self.num_pages or table[page]:
+            if not 0 < page < len(table) or table[page]:
                 raise PoolError("a full page that is free of a window page", asked=page, allowed="unmapped")
             if not 0 < target <= most or target in taken:
                 raise PoolError("a window page that is nobody's", asked=target, allowed=f"1..{most}, free")
@@ -110,7 +122,7 @@ class WindowPool(MHAPool):
             taken.add(target)
         self._set(window, pages, torch.tensor(list(window_pages), dtype=torch.int32)[:, None])
 
-    def unmap_pages(self, window: int, pages: Sequence[int], *, evicted: bool = False) -> list[int]:
+    def unmap_pages(self, window: int | None, pages: Sequence[int], *, evicted: bool = False) -> list[int]:
         """Take full pages out of that window's pool; the window pages that this frees, in order.
 
         `evicted`: the full page lives on, its window KV is gone; a read is named so.
@@ -119,10 +131,10 @@ class WindowPool(MHAPool):
             PoolError: a page that isn't mapped.
         """
         table = self._pages(window)
-        freed = [table[page] if 0 < page < self.num_pages else 0 for page in pages]
+        freed = [table[page] if 0 < page < len(table) else 0 for page in pages]
         if 0 in freed:
             raise PoolError(
-                f"a page that is not mapped in the pool of window {window}",
+                f"a page that is not mapped in the {pool_name(window)}",
                 asked=pages[freed.index(0)],
                 allowed="a mapped page",
             )
@@ -132,7 +144,7 @@ class WindowPool(MHAPool):
         self._set(window, pages, None, EVICTED if evicted else UNMAPPED)
         return freed
 
-    def is_mapped(self, window: int, page: int) -> bool:
+    def is_mapped(self, window: int | None, page: int) -> bool:
         """True if the full page has a page in that window's pool."""
         return self._pages(window)[page] != 0
 
@@ -159,26 +171,26 @@ class WindowPool(MHAPool):
             missing = slots[~mapped[slots // self.page_size]]
             if missing.numel():
                 raise PoolError(
-                    f"a new token's slot has no page in the pool of window {window}",
+                    f"a new token's slot has no page in the {pool_name(window)}",
                     asked=int(missing[0]),
                     allowed="slots of mapped pages",
                     hint="WindowAllocator.cover (or WindowPool.map_pages) before the step",
                 )
 
-    def _pages(self, window: int) -> list[int]:
+    def _pages(self, window: int | None) -> list[int]:
         if window not in self._page_of:
-            raise PoolError("window with a pool of its own", asked=window, allowed=sorted(self._page_of))
+            raise PoolError("window with a pool of its own", asked=window, allowed=list(self._page_of))
         return self._page_of[window]
 
     def _set(
-        self, window: int, pages: Sequence[int], first: torch.Tensor | None, value: int = UNMAPPED
+        self, window: int | None, pages: Sequence[int], first: torch.Tensor | None, value: int = UNMAPPED
     ) -> None:
         index = torch.tensor(list(pages), dtype=torch.int64)
         self._mapped[window][index] = first is not None
         cells = torch.full((len(pages), self.page_size), value, dtype=torch.int32)
         if first is not None:
             cells = first * self.page_size + torch.arange(self.page_size, dtype=torch.int32)
-        rows = self.full_to_window[window].view(-1, self.page_size)
+        rows = self._maps[window].view(-1, self.page_size)
         rows[index.to(self.device)] = cells.to(self.device)
 
 
