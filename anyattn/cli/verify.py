@@ -105,7 +105,8 @@ def _run(args: argparse.Namespace, device: str, plan: KitPlan) -> list[Result]:
     from anyattn.testing.pool import run_in_workers
     from anyattn.testing.subject import open_subject
 
-    workers = args.workers or ((os.cpu_count() or 1) if args.full else 1)
+    default = (os.cpu_count() or 1) if args.full else 1
+    workers = default if args.workers is None else args.workers
     if workers < 1:
         raise ConfigError("--workers", asked=workers, allowed=">= 1")
     count, failed = 0, 0

@@ -25,6 +25,7 @@ class Shape:
     dims: tuple[int, int]
     page: int
     dtypes: tuple[str, str]
+    layout: str = "NHD"
     fp8: tuple[tuple[str, str], ...] = ()
 
     def case(self, **fields: Any) -> Case:
@@ -33,7 +34,7 @@ class Shape:
             "num_q_heads": self.heads[0], "num_kv_heads": self.heads[1],
             "head_dim": self.dims[0], "v_head_dim": self.dims[1],
             "page_size": self.page, "dtype": self.dtypes[0], "kv_dtype": self.dtypes[1],
-            "slot_layout": "shuffled_pages",
+            "slot_layout": "shuffled_pages", "layout": self.layout,
         }  # fmt: skip
         return Case(**{**base, **fields})
 
@@ -47,7 +48,8 @@ def shape_of(declared: Declared, axes: dict[str, list[Any]]) -> Shape:
     exact = [d for d in axes["dtypes"] if d[0] == d[1]]
     dtypes = max(exact or axes["dtypes"], key=lambda d: d[0] == "float32")
     fp8 = {kv: (model, kv) for model, kv in axes["dtypes"] if kv.startswith("float8")}
-    return Shape(heads, dims, page, dtypes, tuple(fp8.values()))
+    layout = "NHD" if "NHD" in axes["layout"] else axes["layout"][0]
+    return Shape(heads, dims, page, dtypes, layout, tuple(fp8.values()))
 
 
 def _decode(shape: Shape, *lens: int, **fields: Any) -> Case:

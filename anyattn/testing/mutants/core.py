@@ -9,7 +9,6 @@ __all__ = ["MUTANTS"]
 _TABLES = "anyattn.core.metadata.tables"
 _COMPILER = "anyattn.core.metadata.compiler:MetadataCompiler"
 _CONTRACT = "anyattn.core.contract:AttentionBackend"
-_POOL = "anyattn.core.kv.pools.mha:MHAPool"
 _SCALES = "anyattn.core.kv.scales"
 
 MUTANTS = (
@@ -178,9 +177,9 @@ MUTANTS = (
     ),
     Mutant(
         name="HND written as its neighbour row",
-        where=f"{_POOL}.write",
-        old="target[loc // self.page_size, :, loc % self.page_size] = stored",
-        new="target[loc // self.page_size, :, (loc + 1) % self.page_size] = stored",
+        where="anyattn.core.kv.layouts:Axes._at",
+        old="slots % page",
+        new="(slots + 1) % page",
         names=("HND", "layout"),
         report="vllm#42740",
     ),
