@@ -27,6 +27,8 @@ def offer_triton() -> None:
             hint="start the process with it",
         )
     record = api.registry().get("triton")
+    if any(row.architectures == CPU for row in record.rows):
+        return  # offered already
     rows = tuple(
         dataclasses.replace(
             row, architectures=CPU, degraded="Triton's interpreter: for tests", proof=Proof.INTERPRETER
