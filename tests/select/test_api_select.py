@@ -122,7 +122,7 @@ def test_a_guarantee_that_nobody_gives_is_refused() -> None:
         SelectionError, match="determinism: asked batch-invariant, allowed at most run-to-run"
     ):
         api.select(
-            SPEC, dtype="float32", device="cpu", backend="torch_native", deterministic="batch-invariant"
+            SPEC, dtype="float32", host="cuda:sm90", backend="torch_native", deterministic="batch-invariant"
         )
 
 

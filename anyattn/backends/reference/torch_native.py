@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from anyattn.backends.reference.attend import attend, visible
+from anyattn.backends.reference.invariant import attend_invariant
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend
@@ -16,7 +17,7 @@ from anyattn.core.kv.scales import dequantize
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
-from anyattn.core.traits import SharedReadEnds, Traits
+from anyattn.core.traits import Determinism, SharedReadEnds, Traits
 
 __all__ = ["TorchNative"]
 
@@ -44,12 +45,15 @@ class TorchNative(AttentionBackend):
     """Gathers each request's KV through the table and attends in float32.
 
     Reads a TOKEN_CSR table and exact host lengths. Decode and extend differ only in their lengths.
+    Asked for batch invariance, it attends in tiles of fixed place and shape (`invariant`), which is slower.
     """
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Tree masks are read in either form; tables and lengths are copied while planning."""
+        declared = super().traits(mode)
         return replace(
-            super().traits(mode),
+            declared,
+            determinism=min(declared.determinism, max(self.config.deterministic, Determinism.RUN_TO_RUN)),
             tree_mask=TreeMaskMode.QLEN_ONLY,
             shared_read_ends=SharedReadEnds.IN_REPLAY,
         )
@@ -79,6 +83,12 @@ class TorchNative(AttentionBackend):
                 values = torch.cat((values[:cached], appended[1][rows.q]))
             seen = self._visible(call, rows, keys.shape[0])
             lse = None if call.lse is None else call.lse[rows.q]
+            if self.config.deterministic is Determinism.BATCH_INVARIANT:
+                attend_invariant(
+                    q[rows.q], keys, values, spec, seen, call.out[rows.q], lse, sinks,
+                    first_query=rows.prefix, first_key=rows.start,
+                )  # fmt: skip
+                continue
             attend(
                 q[rows.q], keys, values, spec, seen, call.out[rows.q], lse, sinks,
                 empty_rows=call.plan.mask_cells is not None,
