@@ -81,6 +81,14 @@ def test_methods_by_mode_and_lengths() -> None:
     assert plan.mla_keys.prefix[2].slots.tolist() == engine.slots(0, 6, 8)
 
 
+def test_a_request_that_adds_nothing_expands_nothing() -> None:
+    engine = Engine(mla=MLAPolicy(method=MATERIALISED))
+    batch = anyattn.ForwardBatch.extend([0, 1], [8, 6], [0, 2], engine.slots(1, 6, 8))
+    plan = engine.backend.init_forward_metadata(batch)
+    assert [part.lens for part in plan.mla_keys.prefix] == [[0, 6]]
+    assert plan.mla_keys.prefix[0].slots.tolist() == engine.slots(1, 0, 6)
+
+
 def test_a_capture_is_absorbed() -> None:
     engine = Engine(mla=MLAPolicy(method=MATERIALISED))
     plan = engine.backend.init_forward_metadata_out_graph(engine.extend(0, 12), in_capture=True)

@@ -84,6 +84,27 @@ def test_a_layer_with_fewer_heads_than_planned() -> None:
     assert bool(out.isfinite().all())
 
 
+def test_batch_invariant_steps_take_one_tile_and_no_splits() -> None:
+    """Whatever the batch: numpy would hide another tile's bits, a GPU doesn't."""
+    spec = MLACase(num_q_heads=3).spec()
+    decision = anyattn.select(
+        [spec], dtype="float32", device="cpu", backend="triton", deterministic="batch-invariant"
+    )
+    pool = anyattn.kv.create_pool(decision, num_slots=64 * decision.kv.page_size)
+    table = anyattn.kv.RequestTable(max_requests=1, max_context=60)
+    table.req_to_token[0] = torch.arange(pool.page_size, pool.page_size + 60)
+    backend = anyattn.create_backend(decision, pool, table)
+    slots = list(range(pool.page_size, pool.page_size + 60))
+    batches = [
+        anyattn.ForwardBatch.decode([0], [60], slots[-1:]),
+        anyattn.ForwardBatch.extend([0], [58], [2], slots[-2:]),
+        anyattn.ForwardBatch.extend([0], [0], [60], slots),
+    ]
+    steps = [backend.init_forward_metadata(batch).private for batch in batches]
+    assert len({tuple(step.tiles.values()) for step in steps}) == 1
+    assert not any(step.splits for step in steps)
+
+
 def served(prefix: list[int], extend: list[int], mode: str, offset: int = 0) -> torch.Tensor:
     """Rows of one batch-invariant step; request i, token p always has the same latent and query."""
     spec = MLACase(num_q_heads=3).spec()
