@@ -23,6 +23,8 @@ def draw_lengths(
     """
     edge = window or 2 * page
     extend = [_new_tokens(rng, kind, mode, edge, limit) for _ in range(count)]
+    if not any(extend):
+        extend[0] = 1  # a step without tokens proves nothing
     num_decode = rng.randint(1, count) if mode == "mixed" else 0
     if num_decode:
         extend[-num_decode:] = [1] * num_decode
