@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints/cpu.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format snapshot compile-table clean
+.PHONY: demo test lint format snapshot docs compile-table clean
 
 demo: $(READY)
 	$(BIN)/anyattn generate --demo
@@ -24,6 +24,10 @@ format: $(READY)
 
 snapshot: $(READY)
 	$(BIN)/python tests/select/update_snapshot.py
+
+# What the README and docs/environment.md take from data.
+docs: $(READY)
+	$(BIN)/python docs/update.py
 
 # Registers, spills and shared memory of every Triton configuration on every chip; no GPU needed.
 compile-table: $(READY)
