@@ -33,7 +33,7 @@ AREAS_THAT_MEET = {("cli", "demo"), ("cli", "testing"), ("testing", "demo")}
 CORE_RANK = {
     "facts": 0, "spec": 0, "groups": 0, "batch": 0, "plan": 0, "traits": 0, "capabilities": 0, "dtypes": 0,
     "call": 0, "shapes": 0, "feature_check": 0, "state": 0, "host_lengths": 0, "batch_checks": 0, "masks": 0,
-    "blocks": 0, "ids": 0,
+    "strategy": 0, "blocks": 0, "ids": 0,
     "arguments": 0, "mla": 0, "mla_inputs": 0,
     "kv": 1, "metadata": 1, "registry": 1, "context": 1, "ops": 1, "layer": 1, "layer_checks": 1,
     "backend_config": 1, "mla_keys": 1, "mla_step": 1, "mla_prefill": 1, "mla_layer": 1,
@@ -218,7 +218,8 @@ def test_vendor_libraries_are_imported_by_their_adapters_alone() -> None:
 def test_no_adapter_is_named_outside_the_catalog() -> None:
     wrong = []
     for name, tree in TREES.items():
-        if area(name) in ("catalog", "backends"):
+        # Mutants break given lines of given adapters: naming those is what they are for.
+        if area(name) in ("catalog", "backends") or name.startswith("anyattn.testing.mutants."):
             continue
         for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from anyattn.catalog import architectures as arch
@@ -23,7 +24,15 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import BackendRecord, CapabilityRow, Feature, FormSpec, HeadDims, ModelKind
+from anyattn.core.capabilities import (
+    BackendRecord,
+    CapabilityRow,
+    Feature,
+    FormSpec,
+    HeadDims,
+    ModelKind,
+    Proof,
+)
 
 __all__ = ["RECORDS"]
 
@@ -50,7 +59,8 @@ _FP8_MLA = (
 
 _MASKS = (Feature.LSE, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY, Feature.RAGGED_VERIFY)
 _SCALED = (Feature.CUSTOM_SCALE, Feature.KV_SCALES)
-_KINDS = (Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY, Feature.CROSS, Feature.NO_CACHE_WRITE)
+_KINDS = (Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY, Feature.CROSS)
+_SHARED = (Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS, *_KINDS)
 
 _COMMON: dict[str, Any] = {
     "requires": (TRITON,),
@@ -65,6 +75,17 @@ _PHASES: tuple[dict[str, Any], ...] = (
     {"phases": (DECODE, DRAFT), "host_lengths": 0, "graph": 2, "method": "split-KV decode"},
 )
 
+
+_ONE_PASS: tuple[dict[str, Any], ...] = (
+    # Batch-invariant: one tile for every shape and no splits, whatever the phase.
+    {
+        "phases": (PREFILL, VERIFY, DECODE, DRAFT),
+        "determinism": 2,
+        "host_lengths": 1,
+        "graph": 1,
+        "method": "extend in one pass, anchored tiles",
+    },
+)
 
 _MLA_PHASES: tuple[dict[str, Any], ...] = (
     # The second pair is the materialised prefill, on the dense extend.
@@ -89,7 +110,7 @@ def _triton(
     return tuple(
         row
         for phase in phases
-        for row in per_dtype(*dtypes, fp8=fp8, architectures=architectures, **common, **phase)
+        for row in per_dtype(*dtypes, fp8=fp8, architectures=architectures, **common | phase)
     )
 
 
@@ -97,9 +118,12 @@ _NARROW = HeadDims(minimum=16, maximum=128, multiple=16, equal=False)
 _HEADS = HeadDims(minimum=16, maximum=256, multiple=16, equal=False)
 _DENSE: dict[str, Any] = {
     "layouts": (NHD, HND),
-    "features": (Feature.WINDOW, Feature.LOGIT_CAP, Feature.SINKS, *_SCALED, *_MASKS, *_KINDS),
-    "source": "own kernels, planned: triton-on-h200 A, B; compiled for every chip: docs/compile-table.md",
+    "features": (*_SHARED, Feature.NO_CACHE_WRITE),
+    "source": "own kernels: tiles from triton-on-h200 A, B; docs/compile-table.md",
 }
+_INVARIANT: dict[str, Any] = {"features": _SHARED}
+_PROOFS = {"cuda:sm90": Proof.HARDWARE}
+"""Chips that the kernels ran on, judged by the oracle; for the others they were compiled."""
 _WIDE = "spills: operands of 256 fill the registers of a thread (docs/compile-table.md)"
 
 
@@ -111,11 +135,23 @@ def _dense(chips: tuple[str, ...], fp8: tuple[str, ...]) -> tuple[CapabilityRow,
         slow = tuple(chip for chip in chips if chip in spilling)
         if clean:
             rows += _triton(clean, fp8, dtypes, head_dims=_HEADS, **_DENSE)
+            rows += _triton(clean, fp8, dtypes, _ONE_PASS, head_dims=_HEADS, **_DENSE | _INVARIANT)
         if slow:
             # The wider row first: where neither will do, it is the one that is quoted.
             rows += _triton(slow, fp8, dtypes, head_dims=_HEADS, degraded=_WIDE, **_DENSE)
             rows += _triton(slow, fp8, dtypes, head_dims=_NARROW, **_DENSE)
-    return rows
+            rows += _triton(slow, fp8, dtypes, _ONE_PASS, head_dims=_NARROW, **_DENSE | _INVARIANT)
+    return tuple(part for row in rows for part in _by_proof(row))
+
+
+def _by_proof(row: CapabilityRow) -> tuple[CapabilityRow, ...]:
+    """One row for each way of proof among its chips."""
+    proofs: dict[Proof, list[str]] = {}
+    for chip in row.architectures:
+        proofs.setdefault(_PROOFS.get(chip, Proof.CROSS_COMPILED), []).append(chip)
+    return tuple(
+        dataclasses.replace(row, architectures=tuple(chips), proof=proof) for proof, chips in proofs.items()
+    )
 
 
 _TRITON_DENSE = tuple(row for chips, fp8 in _FP8 for row in _dense(chips, fp8))

@@ -20,7 +20,7 @@ from anyattn.core.capabilities import Feature
 from anyattn.core.feature_check import layer_features
 from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.layer import AttentionLayer
-from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_storage
+from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_pool_is_listed, check_storage
 from anyattn.core.masks import VerifyMask
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
@@ -30,6 +30,7 @@ from anyattn.core.mla_step import MLAPlanner
 from anyattn.core.plan import Plan
 from anyattn.core.shapes import checked_heads, lse_like, output_like
 from anyattn.core.spec import AttentionKind, Limits
+from anyattn.core.strategy import Strategy
 from anyattn.core.traits import (
     Determinism,
     GraphSupport,
@@ -98,6 +99,7 @@ class AttentionBackend(StepBackend):
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
         self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
+        self._shares_kv = any(s.kv_shared_with is not None for s in config.pool.specs)
         self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
 
     # -- preparation ---------------------------------------------------------------------------------
@@ -120,10 +122,12 @@ class AttentionBackend(StepBackend):
             BatchError, HostLengthError, FeatureError: a batch that this backend can't run.
         """
         self._check_batch(batch)
-        tree_mask = self.traits(batch.forward_mode).tree_mask
+        traits = self.traits(batch.forward_mode)
         # A split prefill's plan is still wanted after the steps in between have used the buffers.
         buffers = None if batch.forward_mode is ForwardMode.SPLIT_PREFILL else self._buffers
-        plan = self.compiler.prepare(batch, buffers, tree_mask=tree_mask)
+        # Layers that share KV pass none of their own: they read everything through the table.
+        strategies = (Strategy.PAGED,) if self._shares_kv else traits.strategies
+        plan = self.compiler.prepare(batch, buffers, tree_mask=traits.tree_mask, strategies=strategies)
         self.mla.prepare(plan, in_capture=in_capture)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
@@ -308,6 +312,7 @@ class AttentionBackend(StepBackend):
                 raise BatchError(
                     "an encoder-only layer caches nothing", asked=None, allowed="tensors", hint="pass k and v"
                 )
+            check_pool_is_listed(plan, layer)
             return True
         if kind is AttentionKind.ENCODER_ONLY:
             check_no_prefix(plan)

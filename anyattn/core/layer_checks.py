@@ -5,9 +5,11 @@ from __future__ import annotations
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
+from anyattn.core.spec import AttentionKind
+from anyattn.core.strategy import Strategy
 from anyattn.errors import BatchError, PlanError
 
-__all__ = ["check_no_prefix", "check_owns_kv", "check_storage"]
+__all__ = ["check_no_prefix", "check_owns_kv", "check_pool_is_listed", "check_storage"]
 
 
 def check_storage(pool: KVPool, layer: AttentionLayer) -> None:
@@ -48,4 +50,15 @@ def check_no_prefix(plan: Plan) -> None:
             asked=f"seq_lens {plan.host_seq_lens}, extend_lens {plan.host_extend_lens}",
             allowed="prefix_lens of 0",
             hint="give all tokens of a request in one step",
+        )
+
+
+def check_pool_is_listed(plan: Plan, layer: AttentionLayer) -> None:
+    """A call without k and v reads this step's keys through the table, which must list them."""
+    if plan.strategy is not Strategy.PAGED and layer.spec.kind is not AttentionKind.CROSS:
+        raise PlanError(
+            f"layer {layer.layer_id} reads everything from the pool, but the step was planned without it",
+            asked="k=None, v=None",
+            allowed=f"k and v of this step (plan.strategy is {plan.strategy.value})",
+            hint="pass k and v, or give the layer's spec kv_shared_with",
         )

@@ -13,6 +13,7 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.mla import MLAMethod
+from anyattn.core.strategy import Strategy
 
 if TYPE_CHECKING:
     from anyattn.core.mla_keys import MLAKeys
@@ -100,14 +101,6 @@ class Table:
         """`block_table` of a BLOCK_TABLE form."""
         assert self.block_table is not None
         return self.block_table
-
-
-class Strategy(Enum):
-    """How an extend is computed; chosen per step, outside any graph."""
-
-    PAGED = "paged"
-    RAGGED = "ragged"
-    RAGGED_MERGE = "ragged_merge"
 
 
 @dataclass(frozen=True)

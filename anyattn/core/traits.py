@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+from anyattn.core.strategy import Strategy
+
 __all__ = [
     "Determinism",
     "GraphSupport",
@@ -78,7 +80,7 @@ class Traits:
     """Declarations for one mode. The defaults are the cautious ones.
 
     `tree_mask` is the form that verification reads cheapest: QLEN_ONLY says that both are read as they
-    are; otherwise the compiler spells QLEN_ONLY out.
+    are; otherwise the compiler spells QLEN_ONLY out. `strategies` are those that extends may be computed by.
     """
 
     host_lengths: HostLengthNeed = HostLengthNeed.EXACT
@@ -90,6 +92,7 @@ class Traits:
     ragged_verify: bool = False
     tolerates_nan_tail: bool = False
     tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK
+    strategies: tuple[Strategy, ...] = (Strategy.PAGED,)
 
     @staticmethod
     def combine(children: Iterable[Traits]) -> Traits:
@@ -114,4 +117,5 @@ class Traits:
             ragged_verify=all(t.ragged_verify for t in items),
             tolerates_nan_tail=all(t.tolerates_nan_tail for t in items),
             tree_mask=forms.pop() if len(forms) == 1 else TreeMaskMode.FULL_MASK,
+            strategies=tuple(s for s in items[0].strategies if all(s in t.strategies for t in items)),
         )

@@ -6,7 +6,7 @@ storage), `fill` does device work of static shape (offsets, positions, tables).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from anyattn.core.metadata.upload import Uploader
 from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
+from anyattn.core.strategy import Strategy, choose_strategy
 from anyattn.errors import BatchError
 
 __all__ = ["MetadataCompiler"]
@@ -64,10 +65,11 @@ class MetadataCompiler:
         buffers: StepBuffers | None = None,
         *,
         tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK,
+        strategies: Sequence[Strategy] = (Strategy.PAGED,),
     ) -> Plan:
         """Host half: checks, bounds, upload and storage. With `buffers`, every tensor lives in them.
 
-        `tree_mask`: the form that the backend reads (`Traits.tree_mask`).
+        `tree_mask`: the form that the backend reads (`Traits.tree_mask`). `strategies`: those it offers.
 
         Raises:
             BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
@@ -91,6 +93,7 @@ class MetadataCompiler:
             write_locs=_write_locs(take, given),
             max_q_len=max_q_len(batch),
             max_kv_len=max_kv_len(batch, self.table.max_context),
+            strategy=choose_strategy(batch, strategies),
         )
         if "positions" in given:
             plan.positions.copy_(given["positions"])
@@ -102,12 +105,13 @@ class MetadataCompiler:
         prepare_mask(plan, tree_mask, take, self.device)
         prepare_windows(plan, self.pool, take)
         for index, group in enumerate(self._groups):
-            plan.tables[group] = self._new_table(index, group, batch, take)
+            if plan.strategy is not Strategy.RAGGED or group.space is Space.ENCODER:
+                plan.tables[group] = self._new_table(index, group, plan, take)
         return plan
 
     def fill(self, plan: Plan) -> None:
         """Device half: static shapes, no host sync; may be recorded in a graph."""
-        if self.filler is None:
+        if self.filler is None or plan.strategy is Strategy.RAGGED_MERGE:
             self._fill_tables(plan)
         else:
             self.filler(plan)
@@ -126,6 +130,8 @@ class MetadataCompiler:
                 assert self.table.encoder_to_token is not None
                 seq = prefix = plan.encoder_lens
                 source = self.table.encoder_to_token
+            elif plan.strategy is Strategy.RAGGED_MERGE:
+                seq = prefix
             tables.fill_table(table, source, plan.req_pool_indices, seq, prefix, group.window)
 
     def check(self, plan: Plan) -> None:
@@ -156,9 +162,10 @@ class MetadataCompiler:
         present = {name: value for name, value in fields.items() if value is not None}
         return dict(zip(present, self._uploader.upload(list(present.values())), strict=True))
 
-    def _new_table(self, index: int, group: TableGroup, batch: ForwardBatch, take: Take) -> Table:
-        form, rows = self.form, batch.batch_size
-        extent = table_extent(batch, group, form, self.table)
+    def _new_table(self, index: int, group: TableGroup, plan: Plan, take: Take) -> Table:
+        form, rows = self.form, plan.key.num_requests
+        prefix_only = plan.strategy is Strategy.RAGGED_MERGE
+        extent = table_extent(plan.batch, group, form, self.table, prefix_only=prefix_only)
         table = Table(
             form,
             kv_start=take(f"kv_start.{index}", (rows,), torch.int32),

@@ -44,8 +44,10 @@ def max_kv_len(batch: ForwardBatch, max_context: int) -> int:
     return max_context
 
 
-def table_extent(batch: ForwardBatch, group: TableGroup, form: TableForm, table: RequestTable) -> Extent:
-    """Sizes of the group's table.
+def table_extent(
+    batch: ForwardBatch, group: TableGroup, form: TableForm, table: RequestTable, *, prefix_only: bool = False
+) -> Extent:
+    """Sizes of the group's table; `prefix_only`: it lists cached tokens alone.
 
     Raises:
         BatchError: an encoder group without encoder lengths or without an encoder table.
@@ -65,6 +67,8 @@ def table_extent(batch: ForwardBatch, group: TableGroup, form: TableForm, table:
     else:
         exact = batch.exact
         kv_lens = None if exact is None else _visible(exact.seq_lens, exact.extend_lens, group.window, page)
+        if prefix_only and exact is not None and kv_lens is not None:
+            kv_lens = kv_lens - exact.extend_lens
         widest = max_kv_len(batch, table.max_context)
     if kv_lens is None:
         pages = -(-widest // page)
