@@ -16,7 +16,8 @@ def _store(x, x_t, x_h, cache, c_page, c_row, c_head, scale, scale_h, t, slot, l
     offs = tl.arange(0, BLOCK)
     head = offs // D
     dim = offs % D
-    live = offs < HEADS * D
+    # A token without a slot (nothing is mapped where it goes) must not reach memory in front of the pool.
+    live = (offs < HEADS * D) & (slot >= 0)
     value = tl.load(x + t * x_t + head * x_h + dim, mask=live)
     if SCALED:
         value = tl.div_rn(value.to(tl.float32), tl.load(scale + head * scale_h, mask=live, other=1.0))
