@@ -144,10 +144,10 @@ def test_quick_start() -> None:
 
 
 def test_import_costs_little() -> None:
-    """At most 0.2 s on top of torch. The best of three, since machines are shared."""
+    """At most 0.2 s on top of torch. CPU time and the best of three, since machines are shared."""
     code = (
-        "import time, torch\nstart = time.perf_counter()\nimport anyattn\n"
-        "anyattn.select, anyattn.AttentionLayer\nprint(time.perf_counter() - start)"
+        "import time, torch\nstart = time.process_time()\nimport anyattn\n"
+        "anyattn.select, anyattn.AttentionLayer\nprint(time.process_time() - start)"
     )
     taken = [
         float(
@@ -161,14 +161,14 @@ def test_import_costs_little() -> None:
 
 
 def test_selection_is_fast() -> None:
-    """At most 50 ms, once the machine was looked at."""
+    """At most 50 ms of CPU time, once the machine was looked at."""
     spec = anyattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
     anyattn.select(spec, dtype="bfloat16", host="cuda:sm90")
     taken = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         anyattn.select(spec, dtype="bfloat16", host="cuda:sm90")
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     assert min(taken) <= 0.05
 
 
