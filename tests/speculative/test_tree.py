@@ -74,8 +74,9 @@ def test_acceptance_follows_the_targets_choices(seed: int) -> None:
     path, counts = accept_on_device(parents, tokens, targets)
     for b, tree in enumerate(given_trees):
         asked: list[int] = []
+        row: list[int] = targets[b].tolist()
 
-        def choose(node: int, row: list[int] = targets[b].tolist(), asked: list[int] = asked) -> int:
+        def choose(node: int, row: list[int] = row, asked: list[int] = asked) -> int:
             asked.append(node)
             return row[node]
 

@@ -1,4 +1,4 @@
-"""TARGET_VERIFY against the oracle: chains and trees, both mask forms, masks filled in place, ragged drafts."""
+"""TARGET_VERIFY against the oracle: chains and trees, both mask forms, ragged drafts."""
 
 from __future__ import annotations
 
@@ -206,3 +206,75 @@ def test_traits_name_the_form_that_is_read() -> None:
     assert w.world.backend.traits(anyattn.ForwardMode.TARGET_VERIFY).tree_mask is QLEN
     assert w.world.backend.traits(anyattn.ForwardMode.TARGET_VERIFY).ragged_verify
     assert issubclass(BatchError, AnyattnError)
+
+
+def test_window_pools_move_their_own_slots() -> None:
+    """A dual pool: the window layer's KV is moved in its own pool's slots."""
+    specs = [
+        anyattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, sliding_window=w) for w in (None, 9)
+    ]
+    options = {"dtype": torch.float32, "device": "cpu", "backend": "torch_native", "page_size": 4}
+    decision = anyattn.select(specs, **options)
+    pool = anyattn.kv.create_pool(decision, num_slots=32, window_slots=16)
+    allocator = anyattn.kv.WindowAllocator(pool)
+    pages = allocator.allocate(2)
+    allocator.cover(pages, 0, 8)
+    slots = torch.tensor([p * 4 + i for p in pages for i in range(4)])
+    for layer in (0, 1):
+        slot_map = pool.slot_map(layer)
+        own = slots if slot_map is None else slot_map[slots].long()
+        k = torch.arange(8.0)[:, None, None].expand(8, 1, 8) + 10 * layer
+        pool.write(layer, own, k, -k)
+    pool.move(slots[[6, 7]], slots[[5, 6]])
+    for layer in (0, 1):
+        slot_map = pool.slot_map(layer)
+        own = slots if slot_map is None else slot_map[slots].long()
+        k, v = pool.gather(layer, own)
+        assert (k[:, 0, 0] - 10 * layer).tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
+        assert torch.equal(k, -v)
+
+
+def test_latents_are_moved_once() -> None:
+    """V is a part of K: moving both would read what was just overwritten."""
+    mla = anyattn.MLASpec(kv_lora_rank=8, qk_rope_head_dim=4)
+    spec = anyattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=12, v_head_dim=8, mla=mla, scale=0.3)
+    decision = anyattn.select(spec, dtype=torch.float32, device="cpu", backend="torch_native", page_size=4)
+    pool = anyattn.kv.create_pool(decision, num_slots=16)
+    k = torch.arange(8.0)[:, None, None].expand(8, 1, 12)
+    pool.write(0, torch.arange(4, 12), k, k[..., :8])
+    pool.move(torch.tensor([6, 7, 8]), torch.tensor([5, 6, 7]))
+    got, _ = pool.gather(0, torch.arange(4, 12))
+    assert got[:, 0].eq(got[:, 0, :1]).all()
+    assert got[:, 0, 0].tolist() == [0, 2, 3, 4, 4, 5, 6, 7]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_nothing_waits_for_the_device() -> None:
+    """Filling a mask, accepting, moving KV and drafting, with every synchronisation an error."""
+    device = torch.device("cuda")
+    mask = anyattn.VerifyMask.allocate(QLEN, max_requests=2, draft_tokens=4, device=device)
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]], device=device)
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]], device=device)
+    targets = torch.tensor([[3, 0, 9, 0], [2, 3, 9, 0]], device=device)
+    spec = anyattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=16)
+    decision = anyattn.select(spec, dtype=torch.float16, device="cuda", backend="torch_native", page_size=4)
+    pool = anyattn.kv.create_pool(decision, num_slots=64)
+    table = anyattn.kv.RequestTable(max_requests=2, max_context=16, device=device)
+    table.req_to_token[:2] = torch.arange(4, 36, device=device, dtype=torch.int32).view(2, 16)
+    rows, prefix = torch.tensor([0, 1], device=device), torch.tensor([3, 5], device=device)
+    info = anyattn.speculative.DraftInfo(max_requests=2, top_k=2, max_steps=2, max_context=18, device=device)
+    slots = torch.tensor([[40, 41], [42, 43]], device=device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fill_tree_mask(mask, parents)
+        path, counts = anyattn.speculative.accept_on_device(parents, tokens, targets)
+        pool.move(*moves(table, rows, prefix, path, counts))
+        info.begin(table, rows, prefix)
+        info.step(slots)
+        info.step(slots + 8, slots % 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counts.tolist() == [2, 3]
+    assert path[:, :3].tolist() == [[0, 2, 0], [0, 1, 2]]
+    assert torch.equal(mask.buffer.view(2, 4, 4).cpu(), ancestors(parents.cpu()))

@@ -98,7 +98,7 @@ class DraftInfo:
         device = self.table.device
         slots = slots.to(device, torch.int64, non_blocking=True)
         if parents is None:
-            parents = torch.arange(self.top_k).expand(shape)
+            parents = torch.arange(self.top_k, device=device).expand(shape)
         parents = parents.to(device, torch.int64, non_blocking=True)
         above = self._nodes.gather(1, parents) if index else torch.zeros_like(parents)
         self.parents = torch.cat((self.parents, above), dim=1)
