@@ -51,9 +51,10 @@ def platform_preferences(platform: str) -> tuple[Preference, ...]:
 
 @functools.cache
 def _detected(device: str | None, visible: tuple[str | None, ...]) -> HostFacts:
-    from anyattn.detect import detect_host
+    from anyattn.detect import detect_host, kept_probes, with_probes
 
-    return detect_host(device)
+    host = detect_host(device)
+    return with_probes(host, kept_probes(host))
 
 
 @functools.cache

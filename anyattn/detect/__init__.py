@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyattn.detect.host import detect_host
 from anyattn.detect.known import KNOWN
 from anyattn.detect.library import Library
-from anyattn.detect.probe import Outcome, ProbeReport, probe, probe_all, with_probes
+from anyattn.detect.probe import Outcome, ProbeReport, kept_probes, probe, probe_all, with_probes
 from anyattn.detect.simulate import simulate
 from anyattn.detect.simulated import HOSTS
 from anyattn.detect.sources import Sources
@@ -18,6 +18,7 @@ __all__ = [
     "ProbeReport",
     "Sources",
     "detect_host",
+    "kept_probes",
     "probe",
     "probe_all",
     "simulate",

@@ -25,7 +25,7 @@ from anyattn.detect.remedies import remedy_for
 from anyattn.detect.sources import Sources
 from anyattn.errors import UnknownNameError
 
-__all__ = ["Outcome", "ProbeReport", "probe", "probe_all", "with_probes"]
+__all__ = ["Outcome", "ProbeReport", "kept_probes", "probe", "probe_all", "with_probes"]
 
 SECONDS = 60.0
 """Default time for one library: FlashInfer takes 8 s on a laptop, more on a cold disk."""
@@ -185,6 +185,21 @@ def probe_all(
 
     with ThreadPoolExecutor(workers) as pool:
         return tuple(pool.map(one, wanted))
+
+
+def kept_probes(host: HostFacts, *, sources: Sources | None = None) -> tuple[ProbeReport, ...]:
+    """Results of earlier probes that still hold for this machine and these versions; probes nothing."""
+    sources = sources or Sources()
+    folder = cache_folder(sources.environ) / "probes"
+    reports = []
+    for name, facts in host.libraries.items():
+        library = KNOWN.get(name)
+        if library is None or set(facts.modules) != set(library.modules):
+            continue
+        result = _restored(load(folder, name, _key(library, facts, host, sources)))
+        if result is not None:
+            reports.append(_report(library, facts, host, result, cached=True, note=None))
+    return tuple(reports)
 
 
 def with_probes(host: HostFacts, reports: Iterable[ProbeReport]) -> HostFacts:

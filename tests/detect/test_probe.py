@@ -19,6 +19,7 @@ from anyattn.detect import (
     ProbeReport,
     Sources,
     detect_host,
+    kept_probes,
     probe,
     probe_all,
     with_probes,
@@ -329,3 +330,16 @@ def test_keys_are_told_apart(tmp_path: Path) -> None:
     assert load(tmp_path / "c", "name", {"a": 1}) == {"v": 2}
     assert load(tmp_path / "c", "name", {"a": 2}) is None
     assert [p.suffix for p in (tmp_path / "c").iterdir()] == [".json"], "no half-written files stay behind"
+
+
+def test_earlier_results_are_found_without_probing(lab: Lab) -> None:
+    lab.library("raise OSError('libcudart.so.13: cannot open shared object file')")
+    assert kept_probes(lab.host, sources=lab.sources) == ()
+    lab.probe()
+    (report,) = kept_probes(lab.host, sources=lab.sources)
+    assert (report.cached, report.outcome) == (True, Outcome.EXCEPTION)
+    facts = with_probes(lab.host, [report]).library("hpc-ops")
+    assert facts.state is LibraryState.BROKEN
+    assert "libcudart.so.13" in (facts.reason or "")
+    lab.library(FINE, version="0.0.2")  # another version: the old result says nothing about it
+    assert kept_probes(lab.host, sources=lab.sources) == ()
