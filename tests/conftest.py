@@ -3,3 +3,5 @@
 import os
 
 os.environ.setdefault("ANYATTN_CHECKS", "full")
+# Threads of several test processes on few cores wait for each other; one thread each doesn't.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
