@@ -22,7 +22,7 @@ from anyattn.errors import LibraryError
 
 pytestmark = pytest.mark.model
 
-GAP_TOLERANCE = 5e-3  # of two logits of size 20 or so, through 18 layers in float32
+GAP_TOLERANCE = 2e-3  # measured: 6e-5 as it is, 3e-2 to 2e-1 with a window of 511 or 513
 CONFIG = EngineConfig(
     max_batch=3,
     max_context=1440,
