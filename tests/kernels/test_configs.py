@@ -90,13 +90,23 @@ def test_many_heads_take_the_narrow_tile() -> None:
         assert choose_decode(1, 131_072, 128, 2, "sm90", 132, heads=heads).block_n == tile.block_n
 
 
+def test_a_row_may_be_for_some_versions_of_the_compiler() -> None:
+    for version, warps in (("3.6.0", 16), ("3.7.1", 8), ("3.9.0", 16)):
+        assert extend_row("gfx1100", 128, 2, 16, version).tile.num_warps == warps
+    for arch, dim, itemsize in itertools.product(CHIPS, HEAD_SIZES, ITEM_SIZES):
+        for version in ("3.6.0", "3.7.0", "3.8.0", "3.9.0"):
+            assert arch in decode_row(arch, dim, itemsize, version).architectures
+            assert arch in extend_row(arch, dim, itemsize, 16, version).architectures
+
+
 def test_rows_are_reachable_and_say_where_they_come_from() -> None:
     """A row that an earlier one always covers is dead; evidence is never empty."""
     used = set()
     for arch in (*CHIPS, "sm87", "interpreter"):
         for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
-            used.add(id(decode_row(arch, dim, itemsize)))
-            used.update(id(extend_row(arch, dim, itemsize, rows)) for rows in ROWS)
+            for version in ("3.6.0", "3.7.1"):
+                used.add(id(decode_row(arch, dim, itemsize, version)))
+                used.update(id(extend_row(arch, dim, itemsize, rows, version)) for rows in ROWS)
     for row in (*nvidia.DECODE, *nvidia.EXTEND, *amd.DECODE, *amd.EXTEND, *interpreter.DECODE):
         assert id(row) in used, row
         assert row.evidence, row

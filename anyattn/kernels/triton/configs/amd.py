@@ -1,4 +1,4 @@
-"""Tiles for AMD GPUs, chosen from compiler reports (docs/compile-table.md): nothing ran on one."""
+"""Tiles for AMD GPUs, chosen from the reports of Triton 3.7.1 (docs/compile-table.md): nothing ran on one."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ EXTEND = (
     _extend(architectures=_RDNA, max_dim=64, max_rows=16, block_m=16, tile=Tile(32, 4, 1)),
     _extend(architectures=_RDNA, max_dim=64, max_rows=64, block_m=64, tile=Tile(32, 8, 1)),
     _extend(architectures=_RDNA, max_dim=64, block_m=128, tile=Tile(32, 8, 1)),
+    _extend(
+        architectures=_RDNA3,
+        max_dim=128,
+        max_rows=16,
+        block_m=16,
+        tile=Tile(16, 16, 1),
+        triton=("3.6.", "3.9."),
+        evidence="compiler reports of 3.6.0 and 3.9.0, where 8 warps spill with an explicit mask",
+    ),
     _extend(architectures=_RDNA3, max_dim=128, max_rows=16, block_m=16, tile=Tile(16, 8, 1)),
     _extend(architectures=_RDNA3, max_dim=128, block_m=32, tile=Tile(16, 8, 1)),
     _extend(architectures=_RDNA4, max_dim=128, max_rows=16, block_m=16, tile=Tile(32, 4, 1)),

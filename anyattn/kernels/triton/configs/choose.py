@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from anyattn.kernels.triton.configs import amd, interpreter, nvidia
 from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
@@ -73,23 +74,31 @@ def num_units(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _covers(row: DecodeRow | ExtendRow, arch: str, dim: int, itemsize: int, version: str) -> bool:
+    return (
+        arch in row.architectures
+        and dim <= row.max_dim
+        and itemsize <= row.max_itemsize
+        and (not row.triton or version.startswith(row.triton))
+    )
+
+
 @functools.cache
-def decode_row(arch: str, dim: int, itemsize: int) -> DecodeRow:
+def decode_row(arch: str, dim: int, itemsize: int, version: str = triton.__version__) -> DecodeRow:
     """The row for heads of `dim` and elements of `itemsize` bytes; the smallest tiles for unknown chips."""
     dim = power_of_two(dim)  # what a tile holds
     for row in (*nvidia.DECODE, *amd.DECODE, *interpreter.DECODE):
-        if arch in row.architectures and dim <= row.max_dim and itemsize <= row.max_itemsize:
+        if _covers(row, arch, dim, itemsize, version):
             return row
     return interpreter.DECODE[-1]
 
 
 @functools.cache
-def extend_row(arch: str, dim: int, itemsize: int, rows: int) -> ExtendRow:
+def extend_row(arch: str, dim: int, itemsize: int, rows: int, version: str = triton.__version__) -> ExtendRow:
     """The same for extends of at most `rows` query rows a request."""
     dim, rows = power_of_two(dim), power_of_two(rows)
     for row in (*nvidia.EXTEND, *amd.EXTEND, *interpreter.EXTEND):
-        covers = dim <= row.max_dim and itemsize <= row.max_itemsize and rows <= row.max_rows
-        if arch in row.architectures and covers:
+        if rows <= row.max_rows and _covers(row, arch, dim, itemsize, version):
             return row
     return interpreter.EXTEND[-1]
 

@@ -38,7 +38,9 @@ DECODE = (
     _decode(architectures=_SMALL, max_dim=64, wide=Tile(128, 4, 3), narrow=Tile(64, 4, 3)),
     _decode(architectures=_SMALL, max_dim=128, wide=Tile(64, 4, 3), narrow=Tile(32, 4, 3)),
     _decode(architectures=_SMALL, max_dim=256, wide=Tile(32, 4, 3), narrow=Tile(16, 4, 3)),
-    # Float32 is multiplied without tensor cores: threads hold whole rows, and wider tiles spill.
+    # Float32 is multiplied without tensor cores: threads hold whole rows, and other tiles spill.
+    _decode(architectures=_ALL, max_dim=128, max_itemsize=4, wide=Tile(32, 8, 2), narrow=Tile(32, 8, 2)),
+    _decode(architectures=_SM90, max_dim=256, max_itemsize=4, wide=Tile(16, 4, 2), narrow=Tile(16, 4, 2)),
     _decode(architectures=_ALL, max_dim=256, max_itemsize=4, wide=Tile(32, 8, 2), narrow=Tile(32, 8, 2)),
 )
 

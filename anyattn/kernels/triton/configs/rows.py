@@ -24,6 +24,7 @@ class DecodeRow:
     """Decode tiles of some architectures for heads up to `max_dim` and elements up to `max_itemsize` bytes.
 
     `wide` is used while one program per unit covers the grid, else `narrow`, with `programs_per_unit`.
+    `triton`: beginnings of the versions that the row is for; none = all.
     """
 
     architectures: tuple[str, ...]
@@ -32,6 +33,7 @@ class DecodeRow:
     narrow: Tile
     max_itemsize: int = 2
     programs_per_unit: int = 2
+    triton: tuple[str, ...] = ()
     evidence: str = ""
 
 
@@ -45,4 +47,5 @@ class ExtendRow:
     tile: Tile
     max_rows: int = _ANY
     max_itemsize: int = 2
+    triton: tuple[str, ...] = ()
     evidence: str = ""
