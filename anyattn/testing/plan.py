@@ -11,6 +11,7 @@ from anyattn.testing.axes import FULL, QUICK, Sizes, axes_of, case_of, feasible_
 from anyattn.testing.cases import SLOT_LAYOUTS, Case
 from anyattn.testing.checks import CHECKS
 from anyattn.testing.declared import Declared
+from anyattn.testing.giants import giant_cases
 from anyattn.testing.pairwise import Coverage, Row, covering_rows, pairs_of, random_row
 from anyattn.testing.pins import check_cases, pinned, shape_of
 
@@ -77,7 +78,7 @@ def plan_kit(declared: Declared, *, seed: int = 0, full: bool = False, count: in
     pairwise = [Item("numbers", case, f"pairwise, {_describe(case)}") for case in cases]
     wanted = [*pinned_items(declared, sizes), *pairwise]
     if full:
-        wanted += pinned_items(declared, QUICK)
+        wanted += [*pinned_items(declared, QUICK), *_giant_items(declared, axes)]
     items, skipped = [], []
     for item in dict.fromkeys(wanted):
         why = _left_out(declared, item, full=full)
@@ -87,6 +88,14 @@ def plan_kit(declared: Declared, *, seed: int = 0, full: bool = False, count: in
             skipped.append((item, why))
     counts = {name: len(values) for name, values in axes.items()}
     return KitPlan(tuple(items), tuple(skipped), coverage, counts)
+
+
+def _giant_items(declared: Declared, axes: dict[str, list[Any]]) -> list[Item]:
+    """Many requests and long contexts: an accelerator's work."""
+    if declared.facts.platform == "cpu":
+        return []
+    shape = shape_of(declared, axes)
+    return [Item("numbers", case, f"{name}, {_describe(case)}") for name, case in giant_cases(shape, axes)]
 
 
 def plan_random(declared: Declared, count: int, *, seed: int = 0, full: bool = False) -> KitPlan:
