@@ -22,12 +22,13 @@ Hook = Callable[[Any, tuple[int, ...], Sequence[Any], dict[str, Any], dict[str, 
 
 _hook: Hook | None = None
 _compiled: dict[tuple[Any, ...], Any] = {}
-_direct = triton.__version__.startswith(DIRECT_VERSIONS)
+_interpreting = bool(triton.knobs.runtime.interpret)  # read once: the knob looks at the environment
+_direct = triton.__version__.startswith(DIRECT_VERSIONS) and not _interpreting
 
 
 def interpreting() -> bool:
     """True if kernels run in Triton's interpreter (decided when they were decorated)."""
-    return bool(triton.knobs.runtime.interpret)
+    return _interpreting
 
 
 def set_hook(hook: Hook | None) -> Hook | None:
@@ -77,7 +78,7 @@ def launch(
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     if _hook is not None and _hook(kernel, grid, args, constexprs, options):
         return
-    if not _direct or interpreting():
+    if not _direct:
         kernel[grid](*args, **constexprs, **options)
         return
     device = torch.cuda.current_device()
