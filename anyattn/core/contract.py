@@ -274,6 +274,8 @@ class AttentionBackend(StepBackend):
         for feature in layer_features(layer.spec):
             self._require(feature, mode, f"layer {layer.layer_id}")
         check_storage(self.pool, layer)
+        if not all(scale.is_one for scale in self.pool.scales(layer.layer_id)):
+            self._require(Feature.KV_SCALES, mode, f"the pool's scales of layer {layer.layer_id}")
         return group
 
     def _require(self, feature: Feature, mode: ForwardMode, who: str) -> None:
