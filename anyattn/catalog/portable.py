@@ -171,6 +171,7 @@ _TRITON_MLA = tuple(
         features=(Feature.LOGIT_CAP, Feature.Q_ROPE, *_SCALED, *_MASKS),
         determinism=2,  # asked for: no splits, one tile size, absorbed always
         degraded=_SMALL_LDS if chips in (arch.GFX11, arch.GFX12) else None,
+        proof=Proof.INTERPRETER,
         source="own kernels, run in the interpreter only: sglang-facts §3.1, §4.1 (SGLang's default on SM80 "
         "to SM89, SM120 and for most head counts on HIP); LDS budget: ROCm/aiter#5229",
     )
