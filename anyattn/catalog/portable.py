@@ -122,8 +122,10 @@ _DENSE: dict[str, Any] = {
     "source": "own kernels: tiles from triton-on-h200 A, B; docs/compile-table.md",
 }
 _INVARIANT: dict[str, Any] = {"features": _SHARED}
-_PROOFS = {"cuda:sm90": Proof.HARDWARE}
-"""Chips that the kernels ran on, judged by the oracle; for the others they were compiled."""
+_COMPILED = (*arch.SM80_86, "cuda:sm89", "cuda:sm100", *arch.SM120, *arch.GFX90A, *arch.GFX942_950,
+             "rocm:gfx1100", "rocm:gfx1201")  # fmt: skip
+_PROOFS = {"cuda:sm90": Proof.HARDWARE, **dict.fromkeys(_COMPILED, Proof.CROSS_COMPILED)}
+"""Chips that the kernels ran on, judged by the oracle, and chips that they were compiled for."""
 _WIDE = "spills: operands of 256 fill the registers of a thread (docs/compile-table.md)"
 
 
@@ -148,7 +150,7 @@ def _by_proof(row: CapabilityRow) -> tuple[CapabilityRow, ...]:
     """One row for each way of proof among its chips."""
     proofs: dict[Proof, list[str]] = {}
     for chip in row.architectures:
-        proofs.setdefault(_PROOFS.get(chip, Proof.CROSS_COMPILED), []).append(chip)
+        proofs.setdefault(_PROOFS.get(chip, Proof.UNTESTED), []).append(chip)
     return tuple(
         dataclasses.replace(row, architectures=tuple(chips), proof=proof) for proof, chips in proofs.items()
     )
