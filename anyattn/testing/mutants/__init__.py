@@ -6,13 +6,13 @@ threads in which that fault was found in some serving system.
 
 from __future__ import annotations
 
-from anyattn.testing.mutants import core, native, triton
+from anyattn.testing.mutants import core, native, outsider, triton
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 
 __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
 
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
-    "torch_native": (*native.MUTANTS, *core.MUTANTS),
+    "torch_native": (*native.MUTANTS, *core.MUTANTS, *outsider.MUTANTS),
     "triton": triton.MUTANTS,
 }
 """By the backend that shows them."""
