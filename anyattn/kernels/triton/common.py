@@ -1,6 +1,6 @@
 """Pieces that the attention kernels share: page addressing, one softmax tile, sinks."""
 
-# ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
+# ruff: noqa: ANN001, ANN201, ANN202, SIM108, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
 
 import triton
