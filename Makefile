@@ -1,5 +1,6 @@
 # Two commands do everything, set-up included: `make demo` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints/cpu.txt
@@ -11,7 +12,7 @@ demo: $(READY)
 	@$(BIN)/anyattn generate --demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ def page_offsets(
     """
     if WIDE:
         first = first.to(tl.int64)
-    if FLAT:
+    if FLAT:  # noqa: SIM108
         base = first * row_stride
     else:
         base = (first // PAGE) * page_stride + (first % PAGE) * row_stride
