@@ -111,6 +111,7 @@ def test_loads_of_amd_assembly_are_counted() -> None:
         ({4: 24, 16: 66}, {16: 64}, 2, []),
         ({2: 16, 16: 66}, {16: 64}, 2, []),  # sinks
         ({1: 32, 16: 5}, {16: 4}, 2, []),  # mask cells
+        ({4: 12, 16: 10}, {16: 8}, 4, []),  # table entries
         ({2: 128, 16: 2}, {}, 2, ["scalar loads", "cp.async"]),
         ({4: 64, 16: 66}, {4: 32, 16: 32}, 2, ["cp.async"]),  # half of the alignment lost
         ({1: 128, 16: 3}, {}, 1, ["scalar loads", "cp.async"]),

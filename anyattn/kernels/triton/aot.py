@@ -240,12 +240,13 @@ def scalar_reads(usage: Usage, element: int, target: Target) -> list[str]:
     """What says that K or V, of `element` bytes, are read one by one: once, a lost alignment hint made
     page-1 decode three times slower and changed nothing else.
 
-    Tables and sinks may be single reads of that size too, but fewer than the vectors of K and V.
+    Tables and sinks may be single reads of that size too, but fewer than the vectors of K and V; of float32,
+    which tables' entries are as wide as, four times as many.
     """
     single = usage.loads.get(element, 0)
     vectors = sum(count for size, count in usage.loads.items() if size >= VECTOR_BYTES)
     found = []
-    if single > vectors:
+    if single > vectors * (4 if element == 4 else 1):
         found.append(f"scalar loads: {single} of {element} B, {vectors} of {VECTOR_BYTES} B or more")
     if target.backend == "cuda":
         narrow = sum(count for size, count in usage.copies.items() if size < VECTOR_BYTES)

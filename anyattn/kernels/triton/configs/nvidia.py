@@ -65,7 +65,7 @@ EXTEND = (
     # Float32.
     _extend(architectures=_ALL, max_dim=64, max_itemsize=4, max_rows=16, block_m=16, tile=Tile(16, 8, 2)),
     _extend(architectures=_ALL, max_dim=64, max_itemsize=4, block_m=32, tile=Tile(32, 8, 2)),
-    _extend(architectures=_SM80, max_dim=128, max_itemsize=4, block_m=16, tile=Tile(32, 8, 2)),
+    _extend(architectures=("sm80",), max_dim=128, max_itemsize=4, block_m=16, tile=Tile(32, 8, 2)),
     _extend(architectures=_ALL, max_dim=128, max_itemsize=4, block_m=16, tile=Tile(16, 8, 2)),
     _extend(architectures=_ALL, max_dim=256, max_itemsize=4, block_m=16, tile=Tile(16, 4, 2)),
 )
