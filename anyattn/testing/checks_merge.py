@@ -7,6 +7,7 @@ all: with a log-sum-exp in another base, of unscaled logits or with a sink in it
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -16,9 +17,10 @@ from anyattn.testing import oracle
 from anyattn.testing.builder import build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Skip, Subject
+from anyattn.testing.judge import run_step
 from anyattn.testing.world import World
 
-__all__ = ["merge", "sinks_once"]
+__all__ = ["merge", "merge_empty", "sinks_once"]
 
 
 def merge(subject: Subject, case: Case) -> Outcome:
@@ -29,6 +31,26 @@ def merge(subject: Subject, case: Case) -> Outcome:
 def sinks_once(subject: Subject, case: Case) -> Outcome:
     """Parts without sinks, merged and finalised once, are what a layer with sinks gives."""
     return _merged(subject, case, sinks=True)
+
+
+def merge_empty(subject: Subject, case: Case) -> Outcome:
+    """A step merged with itself: rows without a key stay empty, all others gain ln 2. Case: has such rows."""
+    if not subject.declared.declares(Feature.LSE):
+        raise Skip("doesn't declare lse")
+    step = run_step(build_step(subject.world(case)))
+    assert step.out is not None
+    assert step.lse is not None
+    got = (state := anyattn.AttentionState(step.out, step.lse)).merge(state)
+    empty = torch.isneginf(step.lse)
+    faults = []
+    if not bool(empty.any()):
+        faults.append("no row is empty: rows without a key have a log-sum-exp of -inf")
+    if not bool((got.out[empty] == 0).all() and torch.isneginf(got.lse[empty]).all()):
+        faults.append("two empty states don't merge to an empty one (zero, -inf)")
+    full = ~empty
+    out = oracle.relative_error(got.out[full], step.out[full].cpu().double())
+    lse = oracle.relative_error(got.lse[full], step.lse[full].cpu().double() + math.log(2.0), floor=1.0)
+    return Outcome(max(out, lse), case.tolerance(), tuple(faults))
 
 
 def _merged(subject: Subject, case: Case, *, sinks: bool) -> Outcome:

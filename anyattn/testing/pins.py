@@ -85,6 +85,9 @@ def pinned(shape: Shape, long: int) -> Iterator[tuple[str, Case]]:
     yield "logit cap", shape.case(**extend, logit_cap=1.5, seed=11)
     yield "logit cap, decode", _decode(shape, 5, 9, logit_cap=1.5, scale=0.9, seed=12)
     yield "softmax scale", shape.case(**extend, scale=0.7, seed=13)
+    yield "softmax scale, output alone", shape.case(**extend, scale=0.7, return_lse=False, seed=13)
+    yield "smaller value heads (Dv)", shape.case(**extend, v_head_dim=max(8, shape.dims[0] // 2), seed=57)
+    yield "larger value heads (Dv)", shape.case(**extend, v_head_dim=2 * shape.dims[0], seed=57)
     for name, scale in (("tensor", 0.5), ("head", tuple(0.5 * 2.0**h for h in range(shape.heads[1])))):
         scales = {"k_scale": scale, "v_scale": scale}
         yield f"KV scales per {name}, decode", _decode(shape, 9, 4, **scales, seed=14)
@@ -148,6 +151,7 @@ def _trees(shape: Shape, window: int) -> Iterator[tuple[str, Case]]:
         shape.case(**{**verify, "prefix_lens": (19, 11, 6)}, mask="tree", window=window, seed=27),
     )
     yield "verify, any mask", shape.case(**verify, mask="random", seed=28)
+    yield "one query with a mask", shape.case(prefix_lens=(9, 5), extend_lens=(1, 1), mask="random", seed=58)
     yield (
         "masks in a window",
         shape.case(prefix_lens=(12, 3), extend_lens=(5, 8), mask="random", window=window, seed=29),
@@ -190,6 +194,12 @@ def check_cases(shape: Shape, declared: Declared) -> Iterator[tuple[str, Case]]:
     for case in (parts, dataclasses.replace(parts, mode="extend"), dataclasses.replace(parts, logit_cap=2.0)):
         yield "merge", case
         yield "sinks-once", case
+    yield "merge-empty", dataclasses.replace(extend, padding=4)
+    yield "merge-empty", dataclasses.replace(extend, mask="random", seed=52)  # a seed with empty rows
+    yield from _layer_checks(shape, extend)
+    one = {"num_q_heads": shape.heads[0] // shape.heads[1], "num_kv_heads": 1}
+    yield "batch-invariant-chunks", shape.case(extend_lens=(200,), window=90, **one, seed=53)
+    yield "long-step", prompt
     yield "poisoned-padding", dataclasses.replace(extend, padding=4)
     yield "poisoned-padding", dataclasses.replace(decode, padding=2)
     yield "idle", extend
@@ -214,3 +224,17 @@ def check_cases(shape: Shape, declared: Declared) -> Iterator[tuple[str, Case]]:
         prefix_lens=(40,), extend_lens=(1,), page_size=16, head_dim=128, v_head_dim=128, num_q_heads=16,
         num_kv_heads=8, dtype="bfloat16", kv_dtype="bfloat16", seed=55,
     )  # fmt: skip
+
+
+def _layer_checks(shape: Shape, extend: Case) -> Iterator[tuple[str, Case]]:
+    """Layers that share a plan, and the masks that drafters write."""
+    yield "layer-masks", dataclasses.replace(extend, prefix_lens=(0,) * 4, extend_lens=(9, 1, 3, 6), window=4)
+    yield "split-prefill", dataclasses.replace(extend, extend_lens=(9, 1, 1, 1))
+    yield "split-prefill", dataclasses.replace(extend, extend_lens=(9, 1, 1, 1), window=5)
+    scaled = dataclasses.replace(extend, k_scale=0.5, v_scale=2.0)
+    yield "layer-scales", scaled
+    for model, kv in shape.fp8[:1]:
+        yield "layer-scales", dataclasses.replace(scaled, dtype=model, kv_dtype=kv)
+    tree = shape.case(mode="verify", prefix_lens=(9, 4, 0), extend_lens=(4, 4, 4), mask="tree", seed=59)
+    yield "verify-mask", tree
+    yield "verify-mask", dataclasses.replace(tree, extend_lens=(5, 3, 6))

@@ -129,7 +129,7 @@ class World:
         )
         self.table = self._make_table()
         self.backend = anyattn.create_backend(self.decision, self.pool, self.table)
-        self.layer = self._make_layer()
+        self.layer = self.make_layer()
         self._poison()
 
     def _limits(self) -> anyattn.Limits:
@@ -166,7 +166,8 @@ class World:
         free = [s for s in range(self.pool.page_size, self.pool.total_slots) if s not in owned]
         return guess if guess in free else free[-1]
 
-    def _make_layer(self) -> anyattn.AttentionLayer:
+    def make_layer(self) -> anyattn.AttentionLayer:
+        """A layer of the case with the number `layer_id`; its sinks, drawn anew, are kept for the oracle."""
         sinks = torch.randn(self.case.num_q_heads, generator=self.generator) if self.case.sinks else None
         self.sinks = sinks
         return anyattn.AttentionLayer(self.case.spec(), self.layer_id, sinks=sinks).to(self.device)
