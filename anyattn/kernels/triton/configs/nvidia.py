@@ -46,7 +46,8 @@ DECODE = (
 
 EXTEND = (
     _extend(architectures=_LARGE, max_dim=128, max_rows=16, block_m=16, tile=Tile(64, 4, 2)),
-    _extend(architectures=_SMALL, max_dim=128, max_rows=16, block_m=16, tile=Tile(32, 4, 3)),
+    _extend(architectures=("sm86", "sm89"), max_dim=128, max_rows=16, block_m=16, tile=Tile(32, 4, 3)),
+    _extend(architectures=("sm120", "sm121"), max_dim=128, max_rows=16, block_m=16, tile=Tile(32, 4, 2)),
     _extend(architectures=_ALL, max_dim=256, max_rows=16, block_m=16, tile=Tile(32, 4, 2)),
     _extend(
         architectures=_SM90,
@@ -66,6 +67,12 @@ EXTEND = (
     _extend(architectures=_ALL, max_dim=64, max_itemsize=4, max_rows=16, block_m=16, tile=Tile(16, 8, 2)),
     _extend(architectures=_ALL, max_dim=64, max_itemsize=4, block_m=32, tile=Tile(32, 8, 2)),
     _extend(architectures=("sm80",), max_dim=128, max_itemsize=4, block_m=16, tile=Tile(32, 8, 2)),
-    _extend(architectures=_ALL, max_dim=128, max_itemsize=4, block_m=16, tile=Tile(16, 8, 2)),
+    _extend(
+        architectures=("sm87", *_SM90, *_SM100, "sm120", "sm121"),
+        max_dim=128,
+        max_itemsize=4,
+        block_m=16,
+        tile=Tile(16, 8, 2),
+    ),
     _extend(architectures=_ALL, max_dim=256, max_itemsize=4, block_m=16, tile=Tile(16, 4, 2)),
 )
