@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,8 +121,10 @@ def every(path: tuple[str, ...] | None) -> Iterator[Installed]:
 
 
 def _discover(name: str | None, path: tuple[str, ...] | None) -> Iterator[Installed]:
-    where = {} if path is None else {"path": list(path)}
-    context = metadata.DistributionFinder.Context(name=name, **where)
+    # Absolute folders: importlib lists the folder called "" and folders that aren't there anew each time.
+    folders = sys.path if path is None else path
+    where = [os.path.abspath(folder) for folder in folders if os.path.isdir(folder or ".")]
+    context = metadata.DistributionFinder.Context(name=name, path=where)
     return map(Installed, metadata.Distribution.discover(context=context))
 
 
