@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.kv.translate import bind_and_verify_backends
 from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
+from anyattn.core.registry import load_target
 from anyattn.core.select.pages import TOKEN_MAJOR
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
@@ -200,9 +200,8 @@ def _build(
             hint="decide on the real host (without host=…), or choose another backend",
         )
     config = _config(decision, choice, rows, pool, table)
-    module, _, name = choice.target.partition(":")
     try:
-        built = getattr(importlib.import_module(module), name)(config)
+        built = load_target(choice.target, choice.backend)(config)
     except AnyattnError:
         raise
     except (Exception, SystemExit) as error:  # vendor imports raise anything: make it one typed error

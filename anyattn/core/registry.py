@@ -79,8 +79,8 @@ class Registry:
         return tuple(self._records.values())
 
 
-def load_target(target: str) -> type:
-    """Import the class behind `module:Class`.
+def load_target(target: str, backend: str = "a backend") -> type:
+    """Import the class behind `module:Class`; `backend` is whose class it is, for the error.
 
     Raises:
         BackendBuildError: the module can't be imported or has no such class.
@@ -88,14 +88,16 @@ def load_target(target: str) -> type:
     module, _, name = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        # Vendor modules raise anything at import; the cause is kept.
+    except (Exception, SystemExit) as error:
+        # Vendor modules raise anything at import, or end the process; the cause is kept.
         raise BackendBuildError(
-            "backend class can't be loaded",
+            f"the class of {backend} can't be loaded",
             asked=target,
             allowed="an importable module:Class",
             hint=f"{type(error).__name__}: {error}; `anyattn doctor --probe` says more",
         ) from error
     if not isinstance(found, type):
-        raise BackendBuildError("backend target isn't a class", asked=target, allowed="module:Class")
+        raise BackendBuildError(
+            f"the target of {backend} isn't a class", asked=target, allowed="module:Class"
+        )
     return found
