@@ -18,6 +18,7 @@ from anyattn.core.kv.translate import bind_and_verify_backends
 from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
 from anyattn.core.registry import load_target
+from anyattn.core.select.libraries import serving_provider
 from anyattn.core.select.pages import TOKEN_MAJOR
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
@@ -236,4 +237,5 @@ def _config(
         rows=rows,
         dtype=torch_dtype(request.dtype),
         deterministic=Determinism(request.deterministic),
+        provider=serving_provider(choice.row, decision.host),
     )

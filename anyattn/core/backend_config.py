@@ -9,6 +9,7 @@ import torch
 
 from anyattn.core.batch import ForwardMode
 from anyattn.core.capabilities import CapabilityRow, Phase
+from anyattn.core.facts import LibraryFacts
 from anyattn.core.groups import GroupSet
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
@@ -27,7 +28,11 @@ _PHASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """What a backend is built from: the model's groups, its KV, and the capability rows that passed."""
+    """What a backend is built from: the model's groups, its KV, and the capability rows that passed.
+
+    `provider`: the distribution that ships the row's kernels on this host, of several that could; None
+    where the row needs no library.
+    """
 
     name: str
     groups: GroupSet
@@ -39,6 +44,7 @@ class BackendConfig:
     rows: Mapping[Phase, CapabilityRow] = field(default_factory=dict)
     dtype: torch.dtype
     deterministic: Determinism = Determinism.NONE
+    provider: LibraryFacts | None = None
 
     def row_for(self, mode: ForwardMode) -> CapabilityRow:
         """The row that passed for the phase of `mode`; `row` where there is none of its own."""

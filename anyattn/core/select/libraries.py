@@ -12,7 +12,14 @@ from anyattn.core.capabilities import CapabilityRow, Provider
 from anyattn.core.facts import HostFacts, LibraryFacts, LibraryState
 from anyattn.core.select.decision import Reason, ReasonCode
 
-__all__ = ["importable", "library_reasons", "provider_reason", "providers_in_use", "version_in"]
+__all__ = [
+    "importable",
+    "library_reasons",
+    "provider_reason",
+    "providers_in_use",
+    "serving_provider",
+    "version_in",
+]
 
 Importable = Literal["unknown", "yes", "no"]
 
@@ -103,10 +110,17 @@ def library_reasons(row: CapabilityRow, facts: HostFacts) -> list[Reason]:
     return reasons
 
 
+def serving_provider(row: CapabilityRow, facts: HostFacts) -> LibraryFacts | None:
+    """The first of the row's providers that serves on this host; None where it needs none, or none does."""
+    serving = (p for p in row.providers if provider_reason(p, facts) is None)
+    return next((facts.library(p.distribution) for p in serving), None)
+
+
 def providers_in_use(row: CapabilityRow, facts: HostFacts) -> tuple[LibraryFacts, ...]:
-    """The libraries that the row would run on: the first provider that serves, and all that it requires."""
-    serving = [p for p in row.providers if provider_reason(p, facts) is None][:1]
-    return tuple(facts.library(p.distribution) for p in (*serving, *row.requires))
+    """The libraries that the row would run on: the provider that serves, and all that it requires."""
+    serving = serving_provider(row, facts)
+    required = (facts.library(p.distribution) for p in row.requires)
+    return (*(() if serving is None else (serving,)), *required)
 
 
 def importable(row: CapabilityRow, facts: HostFacts) -> Importable:
