@@ -19,7 +19,10 @@ __all__ = ["BackendStatus", "Diagnosis", "LibraryStatus", "backend_statuses", "l
 
 @dataclass(frozen=True)
 class LibraryStatus:
-    """One library: `state` is missing, installed (nobody imported it), usable, broken or shadowed."""
+    """One library: `state` is missing, installed (nobody imported it), usable, broken, shadowed or blocked.
+
+    Blocked: it can't compile its kernels here, whether or not it imports.
+    """
 
     distribution: str
     state: str
@@ -98,6 +101,8 @@ def _library(library: Library, host: HostFacts, report: ProbeReport | None) -> L
     if set(facts.modules) != set(library.modules):
         again = f"pip install --force-reinstall --no-deps {library.distribution}=={facts.version}"
         return replace(status, state="shadowed", remedy=again)
+    if facts.block is not None:
+        return replace(status, state="blocked", reason=facts.block.detail, remedy=facts.block.remedy)
     return replace(status, state="installed" if facts.state is LibraryState.UNKNOWN else status.state)
 
 
@@ -146,6 +151,8 @@ def _degraded(verdict: Verdict) -> str | None:
 def _remedy(reasons: Iterable[Reason]) -> str | None:
     """A line that mends the first reason: pip's where it is about a library, else the reason's own hint."""
     for reason in reasons:
+        if reason.code.value == "library_blocked":
+            return reason.hint.partition(": ")[2]
         if reason.code.value.startswith("library_"):
             wanted = reason.allowed.partition(" or ")[0]
             library = KNOWN.get(re.split(r"[^a-z0-9-]", wanted, maxsplit=1)[0])

@@ -25,7 +25,7 @@ def next_steps(
     if torch.state in ("missing", "broken"):
         return (f"make torch importable: {torch.remedy}",)
     steps = [note for note in host.notes if "can't drive it" in note]
-    steps += [f"{s.distribution} is broken: {s.remedy}" for s in libraries if _in_the_way(host, s)]
+    steps += [f"{s.distribution} is {s.state}: {s.remedy}" for s in libraries if _in_the_way(host, s)]
     better = _better(host, backends)
     if better:
         steps.append(f"for {better.backend}, which this machine could run: {better.remedy}")
@@ -39,8 +39,8 @@ def next_steps(
 
 
 def _in_the_way(host: HostFacts, status: LibraryStatus) -> bool:
-    """A broken library of this platform; one that another build stands in for does no harm."""
-    return status.state == "broken" and host.platform in KNOWN[status.distribution].platforms
+    """A broken or blocked library of this platform; one that another build stands in for does no harm."""
+    return status.state in ("broken", "blocked") and host.platform in KNOWN[status.distribution].platforms
 
 
 def _better(host: HostFacts, backends: Sequence[BackendStatus]) -> BackendStatus | None:

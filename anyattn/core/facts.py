@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["HostFacts", "LibraryFacts", "LibraryState"]
+__all__ = ["BuildBlock", "BuildFault", "HostFacts", "LibraryFacts", "LibraryState"]
 
 
 class LibraryState(Enum):
@@ -18,12 +18,32 @@ class LibraryState(Enum):
     BROKEN = "broken"
 
 
+class BuildFault(Enum):
+    """What stops a library that compiles its kernels on the machine that runs them."""
+
+    NO_COMPILER = "no_compiler"
+    OLD_COMPILER = "old_compiler"  # older than the chip
+    NO_TOOL = "no_tool"  # ninja or the C++ compiler
+    CACHE = "cache"  # the folder for compiled kernels can't be written
+    DISABLED = "disabled"  # by an environment variable
+
+
+@dataclass(frozen=True)
+class BuildBlock:
+    """Why a library can't compile its kernels here (and has none ready), and what to do about it."""
+
+    fault: BuildFault
+    detail: str
+    remedy: str
+
+
 @dataclass(frozen=True)
 class LibraryFacts:
     """One distribution.
 
     `modules` are the top-level names that it owns on this host (the last one installed owns a shared
-    name); `reason` says why a library is broken.
+    name); `reason` says why a library is broken; `block` why its kernels can't be compiled here, though it
+    may import.
     """
 
     distribution: str
@@ -31,6 +51,7 @@ class LibraryFacts:
     modules: tuple[str, ...] = ()
     state: LibraryState = LibraryState.UNKNOWN
     reason: str | None = None
+    block: BuildBlock | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from anyattn.core.facts import HostFacts, LibraryFacts
 from anyattn.detect.ascend import read_ascend
+from anyattn.detect.builds import with_builds
 from anyattn.detect.cpu import read_cpu
 from anyattn.detect.found import Device, Found
 from anyattn.detect.kfd import read_rocm
@@ -83,7 +84,7 @@ def detect_host(
         python=".".join(map(str, sys.version_info[:3])),
         torch=torch.version,
         torch_build=torch.build,
-        libraries=libraries,
+        libraries=with_builds(libraries, found.platform, chosen.arch, sources),
         notes=(*found.notes, *_unequal(found, index), *filter(None, [torch.note]), *notes),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,12 @@ def _usable_cpus() -> int | None:
         return os.cpu_count()
 
 
+def _writable(folder: Path) -> bool:
+    """A folder that can be written, or made; looks only, so that read-only mounts count for root too."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    return there is not None and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
 @dataclass(frozen=True)
 class Sources:
     """One machine to look at.
@@ -53,6 +60,7 @@ class Sources:
         machine: the instruction set, as `platform.machine()` names it.
         nvml: returns the NVML library or raises.
         cpus: returns the number of usable CPUs, or None.
+        writable: whether a folder is there and can be written, or can be made.
     """
 
     root: Path = Path("/")
@@ -61,6 +69,12 @@ class Sources:
     machine: str = field(default_factory=platform.machine)
     nvml: Callable[[], Any] = load_nvml
     cpus: Callable[[], int | None] = _usable_cpus
+    writable: Callable[[Path], bool] = _writable
+
+    def program(self, name: str) -> Path | None:
+        """A program by its path, or by its name on this machine's PATH; None when it can't be run."""
+        found = shutil.which(name, path=self.environ.get("PATH", ""))
+        return Path(found) if found else None
 
     def at(self, path: str) -> Path:
         """`path` (absolute) under the root."""

@@ -32,6 +32,7 @@ class ReasonCode(Enum):
     LIBRARY_VERSION = "library_version"
     LIBRARY_BROKEN = "library_broken"
     LIBRARY_SHADOWED = "library_shadowed"  # another distribution owns the module
+    LIBRARY_BLOCKED = "library_blocked"  # it can't compile its kernels here
     RUNTIME_VERSION = "runtime_version"
     HEAD_DIM = "head_dim"
     HEAD_COUNT = "head_count"

@@ -31,6 +31,7 @@ _PHRASES = {
     ReasonCode.LIBRARY_VERSION: "found {asked}, needs {allowed}",
     ReasonCode.LIBRARY_BROKEN: "{asked} is broken: {hint}",
     ReasonCode.LIBRARY_SHADOWED: "{asked} hides the {allowed}",
+    ReasonCode.LIBRARY_BLOCKED: "{asked} can't compile its kernels: {hint}",
     ReasonCode.RUNTIME_VERSION: "found {asked}, needs {allowed}",
     ReasonCode.HEAD_DIM: "no head size {asked} (takes {allowed})",
     ReasonCode.HEAD_COUNT: "can't take {asked} (takes {allowed})",

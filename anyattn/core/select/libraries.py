@@ -24,6 +24,7 @@ __all__ = [
 Importable = Literal["unknown", "yes", "no"]
 
 _NEARNESS = (
+    ReasonCode.LIBRARY_BLOCKED,
     ReasonCode.LIBRARY_SHADOWED,
     ReasonCode.LIBRARY_VERSION,
     ReasonCode.LIBRARY_BROKEN,
@@ -82,7 +83,11 @@ def provider_reason(provider: Provider, facts: HostFacts) -> Reason | None:
     if library.state is LibraryState.BROKEN:
         why = library.reason or "it can't be imported"
         return Reason(ReasonCode.LIBRARY_BROKEN, asked, "a build that imports", f"{why}; reinstall it")
-    return _shadow(provider, library, facts)
+    shadow = _shadow(provider, library, facts)
+    if shadow is None and library.block is not None:
+        hint = f"{library.block.detail}: {library.block.remedy}"
+        return Reason(ReasonCode.LIBRARY_BLOCKED, asked, "a library that can compile its kernels", hint)
+    return shadow
 
 
 def _any_of(providers: tuple[Provider, ...], facts: HostFacts) -> Reason | None:
