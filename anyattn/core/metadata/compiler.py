@@ -12,6 +12,7 @@ import torch
 
 from anyattn import env
 from anyattn.core.batch import ForwardBatch
+from anyattn.core.capturing import is_capturing
 from anyattn.core.groups import GroupSet, Space, TableGroup
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
@@ -136,8 +137,7 @@ class MetadataCompiler:
 
     def check(self, plan: Plan) -> None:
         """Reads device values when checks=full; a no-op otherwise and while a graph is captured."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.checks == "full" and not capturing:
+        if self.checks == "full" and not is_capturing(self.device):
             check_values(plan, self.table, self.pool.page_size, self.pool.listed_slots)
             check_windows(plan, self.table, self.pool)
 
