@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from anyattn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from anyattn.testing.checks import Subject
     from anyattn.testing.kit import Result
     from anyattn.testing.plan import KitPlan
 
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--full", action="store_true", help="shapes of real models, thousands of cases")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the drawn cases (default: 0)")
     parser.add_argument("--device", help="torch device (default: the accelerator, else the CPU)")
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="a stand-in for its library, on the CPU: proves the calls only",
+    )
+    parser.add_argument("--assume", metavar="HOST", help="with --emulated: a chip, such as cuda:sm100")
     parser.add_argument("--cases", type=int, metavar="N", help="cases of a full run (default: 4000)")
     parser.add_argument("--random", type=int, metavar="N", help="N random cases in place of the plan")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: 1, --full: the cores)")
@@ -51,8 +58,17 @@ def run(args: argparse.Namespace) -> int:
     """
     from anyattn.testing.subject import default_device, needs_interpreter
 
-    device = args.device or default_device()
-    if needs_interpreter(args.backend, device) and os.environ.get("TRITON_INTERPRET") != "1":
+    if args.assume and not args.emulated:
+        raise ConfigError(
+            "--assume verifies nothing by itself", asked=args.assume, allowed="with --emulated",
+            hint="add --emulated, or leave --assume out to verify on this machine",
+        )  # fmt: skip
+    device = args.device or ("cpu" if args.emulated else default_device())
+    if (
+        not args.emulated
+        and needs_interpreter(args.backend, device)
+        and os.environ.get("TRITON_INTERPRET") != "1"
+    ):
         return _again_interpreted(args, device)
     if args.mutants:
         return _mutants(args, device)
@@ -74,19 +90,24 @@ def _again_interpreted(args: argparse.Namespace, device: str) -> int:
     return subprocess.run(command, env=environ, check=False).returncode
 
 
+def _open(args: argparse.Namespace, device: str) -> Subject:
+    from anyattn.testing.subject import open_subject
+
+    return open_subject(args.backend, device, emulated=args.emulated, host=args.assume)
+
+
 def _whole(args: argparse.Namespace, device: str) -> int:
     from anyattn.testing import report
     from anyattn.testing.kit import summarise
     from anyattn.testing.plan import plan_kit, plan_random
-    from anyattn.testing.subject import open_subject
 
     begin = time.perf_counter()
-    subject = open_subject(args.backend, device)
+    subject = _open(args, device)
     if args.random is None:
         plan = plan_kit(subject.declared, seed=args.seed, full=args.full, count=args.cases)
     else:
         plan = plan_random(subject.declared, args.random, seed=args.seed, full=args.full)
-    results = _run(args, device, plan)
+    results = _run(args, subject, plan)
     summary = summarise(subject.declared.name, plan, results, time.perf_counter() - begin)
     host = report.host_of(subject.declared, device)
     if args.write:
@@ -100,10 +121,9 @@ def _whole(args: argparse.Namespace, device: str) -> int:
     return 1 if summary.failed else 0
 
 
-def _run(args: argparse.Namespace, device: str, plan: KitPlan) -> list[Result]:
+def _run(args: argparse.Namespace, subject: Subject, plan: KitPlan) -> list[Result]:
     from anyattn.testing.kit import run_items
     from anyattn.testing.pool import run_in_workers
-    from anyattn.testing.subject import open_subject
 
     default = (os.cpu_count() or 1) if args.full else 1
     workers = default if args.workers is None else args.workers
@@ -118,8 +138,8 @@ def _run(args: argparse.Namespace, device: str, plan: KitPlan) -> list[Result]:
             print(f"{count} of {len(plan.items)}, {failed} failed", file=sys.stderr, flush=True)
 
     if workers > 1:
-        return run_in_workers(plan.items, args.backend, device, workers, done)
-    return run_items(plan.items, open_subject(args.backend, device), done)
+        return run_in_workers(plan.items, args.backend, subject.device, workers, done, subject.host)
+    return run_items(plan.items, subject, done)
 
 
 def _one_case(args: argparse.Namespace, device: str) -> int:
@@ -128,11 +148,10 @@ def _one_case(args: argparse.Namespace, device: str) -> int:
     from anyattn.testing.checks import CHECKS
     from anyattn.testing.kit import run_items
     from anyattn.testing.plan import Item
-    from anyattn.testing.subject import open_subject
 
     if args.check not in CHECKS:
         raise UnknownNameError("check", args.check, CHECKS)
-    subject = open_subject(args.backend, device)
+    subject = _open(args, device)
     item = Item(args.check, parse_case(args.case), "given")
     refusal = subject.declared.refusal(item.case)
     (result,) = run_items([item], subject)
@@ -148,9 +167,8 @@ def _one_case(args: argparse.Namespace, device: str) -> int:
 
 def _mutants(args: argparse.Namespace, device: str) -> int:
     from anyattn.testing.mutants.hunt import hunt, hunt_text
-    from anyattn.testing.subject import open_subject
 
-    found = hunt(open_subject(args.backend, device))
+    found = hunt(_open(args, device))
     if args.json:
         print(json.dumps([caught.to_json() for caught in found], indent=2))
     else:

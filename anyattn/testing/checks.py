@@ -24,14 +24,15 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """The backend under test, where it runs."""
+    """The backend under test, where it runs; `host` is emulated there, or None."""
 
     declared: Declared
     device: str
+    host: str | None = None
 
     def world(self, case: Case, **options: Any) -> World:
         """A world of the case; options as in `World`."""
-        return World(case, backend=self.declared.name, device=self.device, **options)
+        return World(case, backend=self.declared.name, device=self.device, host=self.host, **options)
 
 
 @dataclass(frozen=True)
@@ -115,5 +116,5 @@ def gathered(reports: Iterable[tuple[str, Report]], faults: Iterable[str] = ()) 
 
 def numbers(subject: Subject, case: Case) -> Outcome:
     """The step against the float64 oracle; inputs, tables and all other slots stay as they are."""
-    report = check_case(case, backend=subject.declared.name, device=subject.device)
+    report = check_case(case, backend=subject.declared.name, device=subject.device, host=subject.host)
     return Outcome(report.error, case.tolerance(), report.faults)

@@ -11,6 +11,7 @@ from anyattn.core.dtypes import torch_dtype
 from anyattn.testing import oracle
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Skip, Subject
+from anyattn.testing.selecting import select_for
 
 __all__ = ["offsets"]
 
@@ -35,9 +36,9 @@ def offsets(subject: Subject, case: Case) -> Outcome:
         raise Skip(f"needs {needed / _GIB:.1f} GiB of free memory, {free / _GIB:.1f} GiB are there")
     total = case.seq_lens[0] + 1
     spec = case.spec()
-    decision = anyattn.select(
-        [spec], dtype=case.dtype, kv_dtype=case.kv_dtype, device=subject.device, page_size=case.page_size,
-        layout=case.layout, backend=subject.declared.name,
+    decision = select_for(
+        [spec], dtype=case.dtype, kv_dtype=case.kv_dtype, device=subject.device, host=subject.host,
+        page_size=case.page_size, layout=case.layout, backend=subject.declared.name,
     )  # fmt: skip
     pool = anyattn.kv.create_pool(decision, num_slots=slots)
     table = anyattn.kv.RequestTable(max_requests=2, max_context=total + 1, device=device)

@@ -19,6 +19,7 @@ from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Subject, gathered
 from anyattn.testing.judge import judge, run_step
+from anyattn.testing.selecting import select_for
 from anyattn.testing.world import World
 
 __all__ = ["head_counts", "other_plan", "over_wide_layer", "undeclared_feature"]
@@ -64,9 +65,9 @@ def undeclared_feature(subject: Subject, case: Case) -> Outcome:
 
 def _selected(subject: Subject, case: Case, feature: Feature) -> list[str]:
     try:
-        anyattn.select(
-            [case.spec()], dtype=case.dtype, device=subject.device, backend=subject.declared.name,
-            features=[feature],
+        select_for(
+            [case.spec()], dtype=case.dtype, device=subject.device, host=subject.host,
+            backend=subject.declared.name, features=[feature],
         )  # fmt: skip
     except SelectionError as error:
         return [] if feature.value in str(error) else [f"select() refuses {feature.value} without naming it"]

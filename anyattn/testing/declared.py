@@ -15,6 +15,7 @@ from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.validate import validate
 from anyattn.errors import SelectionError
 from anyattn.testing.cases import Case
+from anyattn.testing.selecting import facts_of
 from anyattn.testing.world import case_features
 
 __all__ = ["Declared", "declared"]
@@ -34,13 +35,14 @@ class Declared:
 
     Attributes:
         rows: dense rows that serve the host's chip. phases: served by some row.
-        interpreted: kernels run in Triton's interpreter.
+        interpreted: kernels run in Triton's interpreter. emulated: a stand-in takes the library's place.
     """
 
     record: BackendRecord
     facts: HostFacts
     rows: tuple[CapabilityRow, ...]
     interpreted: bool = False
+    emulated: bool = False
 
     @property
     def name(self) -> str:
@@ -128,15 +130,15 @@ def _feature_needs(axis: str, value: Any) -> set[Feature]:
     return {feature} if needed else set()
 
 
-def declared(backend: str, device: str | None = None) -> Declared:
-    """What `backend` declares on this machine.
+def declared(backend: str, device: str | None = None, host: str | None = None) -> Declared:
+    """What `backend` declares on this machine, or on an emulated `host`.
 
     Raises:
         UnknownNameError: nobody registered that name.
         SelectionError: it serves no dense attention on this chip, or can't be built here.
     """
     record = api.registry().get(backend)
-    facts = api.host_facts(device)
+    facts = facts_of(device, host)
     rows = tuple(r for r in record.rows if ModelKind.DENSE in r.kinds and r.serves(facts.target))
     if not rows or ModelKind.DENSE not in record.targets:
         raise SelectionError(
@@ -145,7 +147,8 @@ def declared(backend: str, device: str | None = None) -> Declared:
             allowed=_where(record) if not rows else "a backend with an adapter for dense models",
             hint=f"`anyattn backends` lists what {facts.target} can run",
         )
-    return Declared(record, facts, rows, interpreted=facts.platform == "cpu" and _needs_triton(rows))
+    interpreted = facts.platform == "cpu" and _needs_triton(rows)
+    return Declared(record, facts, rows, interpreted, emulated=host is not None)
 
 
 def _where(record: BackendRecord) -> str:

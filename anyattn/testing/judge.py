@@ -11,6 +11,7 @@ from anyattn.core.plan import Plan
 from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
+from anyattn.testing.emulators import emulating
 from anyattn.testing.world import World
 
 __all__ = ["Report", "check_case", "expected", "judge", "run_step"]
@@ -40,9 +41,21 @@ class Report:
         return "\n".join([text, *self.faults])
 
 
-def check_case(case: Case, *, backend: str | None = "torch_native", device: str = "cpu") -> Report:
-    """Build, run and judge one case."""
-    world = World(case, backend=backend, device=device, raw_prefix=case.seed % 2 == 1)
+def check_case(
+    case: Case, *, backend: str | None = "torch_native", device: str = "cpu", host: str | None = None,
+    emulated: bool = False,
+) -> Report:  # fmt: skip
+    """Build, run and judge one case.
+
+    Args:
+        host: decided for this emulated host, whose stand-ins are in place.
+        emulated: put the stand-ins of the backend's emulator in place for this case.
+    """
+    if emulated:
+        assert backend is not None
+        with emulating(backend, host) as emulator:
+            return check_case(case, backend=backend, host=host or emulator.host)
+    world = World(case, backend=backend, device=device, raw_prefix=case.seed % 2 == 1, host=host)
     step = build_step(world)
     run_step(step)
     return judge(step)

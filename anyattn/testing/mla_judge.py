@@ -47,9 +47,11 @@ class MLAReport:
         return "\n".join([f"{text} in {self.case!r}", *self.faults])
 
 
-def check_mla_case(case: MLACase, *, backend: str | None = "torch_native", device: str = "cpu") -> MLAReport:
-    """Build, run and judge one case."""
-    world = MLAWorld(case, backend=backend, device=device)
+def check_mla_case(
+    case: MLACase, *, backend: str | None = "torch_native", device: str = "cpu", host: str | None = None
+) -> MLAReport:
+    """Build, run and judge one case; `host`: decided for this emulated host, whose stand-ins are in place."""
+    world = MLAWorld(case, backend=backend, device=device, host=host)
     for slots, prefix in zip(world.slots, case.prefix_lens, strict=True):
         world.fill(slots[:prefix])
     new = torch.cat([s[p:] for s, p in zip(world.slots, case.prefix_lens, strict=True)])

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from anyattn.testing.emulators import emulator_of, install
 from anyattn.testing.mla_cases import MLASpace, random_mla_case
 from anyattn.testing.mla_judge import check_mla_case
 
@@ -39,8 +40,13 @@ SPACES: dict[str, MLASpace] = {
 """`half` and `fp8` are DeepSeek's sizes; `small` has every feature of the reference."""
 
 
-def sweep(backend: str, device: str, count: int, seed: int, spaces: Sequence[str]) -> dict[str, Any]:
-    """Judge `count` cases of the named spaces, in turns; a crash is a failed case."""
+def sweep(
+    backend: str, device: str, count: int, seed: int, spaces: Sequence[str], host: str | None = None
+) -> dict[str, Any]:
+    """Judge `count` cases of the named spaces, in turns; a crash is a failed case.
+
+    `host`: decided for this emulated host, whose stand-ins are in place.
+    """
     started, passed = time.perf_counter(), 0
     failed: list[dict[str, str]] = []
     worst: dict[str, float] = {}
@@ -48,7 +54,7 @@ def sweep(backend: str, device: str, count: int, seed: int, spaces: Sequence[str
         name = spaces[index % len(spaces)]
         case = random_mla_case(random.Random(f"{name}/{seed}/{index}"), SPACES[name])
         try:
-            report = check_mla_case(case, backend=backend, device=device)
+            report = check_mla_case(case, backend=backend, device=device, host=host)
         except Exception as error:
             where = traceback.format_exc().strip().splitlines()[-3:]
             failed.append({"case": repr(case), "why": f"{type(error).__name__}: {error}; {where}"})
@@ -59,7 +65,14 @@ def sweep(backend: str, device: str, count: int, seed: int, spaces: Sequence[str
         if not report.passed:
             failed.append({"case": repr(case), "why": str(report)})
     seconds = round(time.perf_counter() - started, 1)
-    return {"cases": count, "passed": passed, "failed": failed[:20], "worst": worst, "seconds": seconds}
+    return {
+        "emulated": host is not None,
+        "cases": count,
+        "passed": passed,
+        "failed": failed[:20],
+        "worst": worst,
+        "seconds": seconds,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,11 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="random latent steps, judged by definition")
     parser.add_argument("--backend", default="torch_native")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--emulated", action="store_true", help="a stand-in for the backend's library")
+    parser.add_argument("--assume", metavar="HOST", help="with --emulated: another chip than its emulator's")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spaces", default="half,fp8")
     args = parser.parse_args(argv)
-    outcome = sweep(args.backend, args.device, args.cases, args.seed, args.spaces.split(","))
+    host = None
+    if args.emulated:
+        host = args.assume or emulator_of(args.backend, latent=True).host
+        install(args.backend, host, latent=True)
+    outcome = sweep(args.backend, args.device, args.cases, args.seed, args.spaces.split(","), host)
     print(json.dumps(outcome, indent=1))
     return 1 if outcome["failed"] else 0
 

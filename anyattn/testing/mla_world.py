@@ -16,6 +16,7 @@ from anyattn.core.mla_layer import MLAProjections
 from anyattn.testing import oracle
 from anyattn.testing.mla_cases import MLACase
 from anyattn.testing.oracle import OracleRequest
+from anyattn.testing.selecting import select_for
 from anyattn.testing.world import place_requests
 
 __all__ = ["MLAWorld", "mla_batch", "mla_facts"]
@@ -27,16 +28,24 @@ class MLAWorld:
     `latents [S, rank + rope]` float64: what should stand in each slot, kept apart from the pool under test.
     """
 
-    def __init__(self, case: MLACase, *, backend: str | None = "torch_native", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        case: MLACase,
+        *,
+        backend: str | None = "torch_native",
+        device: str = "cpu",
+        host: str | None = None,
+    ) -> None:
         self.case, self.device = case, torch.device(device)
         self.rng, self.generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
         self.dtype, self.kv_dtype = torch_dtype(case.dtype), torch_dtype(case.kv_dtype)
         self.slots, pages = place_requests(case.seq_lens, case.page_size, case.slot_layout, self.rng)
-        self.decision = anyattn.select(
+        self.decision = select_for(
             [case.spec()],
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=device,
+            host=host,
             page_size=case.page_size,
             layout=case.layout,
             backend=backend,

@@ -92,7 +92,7 @@ def plan_kit(declared: Declared, *, seed: int = 0, full: bool = False, count: in
 
 def _giant_items(declared: Declared, axes: dict[str, list[Any]]) -> list[Item]:
     """Many requests and long contexts: an accelerator's work."""
-    if declared.facts.platform == "cpu":
+    if declared.facts.platform == "cpu" or declared.emulated:
         return []
     shape = shape_of(declared, axes)
     return [Item("numbers", case, f"{name}, {_describe(case)}") for name, case in giant_cases(shape, axes)]

@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device", metavar="DEVICE", help="torch device (default: the accelerator, else the CPU)"
     )
+    group.addoption("--emulated", action="store_true", help="a stand-in for the backend's library")
     group.addoption("--kit-full", action="store_true", help="shapes of real models, thousands of cases")
     group.addoption("--kit-seed", type=int, default=0, metavar="N", help="of the drawn cases (default: 0)")
 
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Triton's interpreter must be asked for before Triton is imported."""
     backend = config.getoption("--backend", None)
-    if backend is None or "triton" in sys.modules:
+    if backend is None or "triton" in sys.modules or config.getoption("--emulated"):
         return
     from anyattn.testing.subject import default_device, needs_interpreter
 
@@ -50,7 +51,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from anyattn.testing.plan import plan_kit
     from anyattn.testing.subject import default_device, open_subject
 
-    subject = open_subject(backend, metafunc.config.getoption("--device") or default_device())
+    emulated = metafunc.config.getoption("--emulated")
+    device = metafunc.config.getoption("--device") or ("cpu" if emulated else default_device())
+    subject = open_subject(backend, device, emulated=emulated)
     full, seed = metafunc.config.getoption("--kit-full"), metafunc.config.getoption("--kit-seed")
     plan = plan_kit(subject.declared, full=full, seed=seed)
     items = [pytest.param((subject, item), id=f"{item.label()}-{i}") for i, item in enumerate(plan.items)]

@@ -100,14 +100,15 @@ def run_in_workers(
     device: str,
     workers: int,
     done: Callable[[Result], None] | None = None,
+    host: str | None = None,
 ) -> list[Result]:
-    """Results in the order of the items."""
+    """Results in the order of the items; with `host`, each worker puts its own stand-ins in place."""
     waiting: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()
     total = 0
     for total, item in enumerate(items, start=1):
         waiting.put((total - 1, item))
     results: list[Result | None] = [None] * total
-    command = [sys.executable, "-m", "anyattn.testing.worker", backend, device]
+    command = [sys.executable, "-m", "anyattn.testing.worker", backend, device, *([host] if host else [])]
     lock = threading.Lock()
 
     def serve() -> None:

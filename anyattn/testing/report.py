@@ -33,7 +33,7 @@ def host_of(declared: Declared, device: str) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    kernels = "interpreted" if declared.interpreted else "native"
+    kernels = "emulated" if declared.emulated else "interpreted" if declared.interpreted else "native"
     return {
         "target": declared.facts.target,
         "device": device,
@@ -45,9 +45,10 @@ def host_of(declared: Declared, device: str) -> dict[str, Any]:
 
 def document(summary: Summary, plan: KitPlan, host: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The JSON document; `passed + failed + skipped = cases`."""
-    device = str(host["device"])
+    where = _where(host)
     return {
         "backend": summary.backend,
+        **({"emulated": True} if host["kernels"] == "emulated" else {}),
         "host": dict(host),
         "cases": len(summary.results),
         "passed": summary.passed,
@@ -57,7 +58,7 @@ def document(summary: Summary, plan: KitPlan, host: Mapping[str, Any], seed: int
                 "check": r.item.check,
                 "case": repr(r.item.case),
                 "why": r.why,
-                "reproduce": reproduction(r, summary.backend, device),
+                "reproduce": reproduction(r, summary.backend, where),
             }
             for r in summary.failed
         ],
@@ -79,16 +80,16 @@ def document(summary: Summary, plan: KitPlan, host: Mapping[str, Any], seed: int
 
 def text(summary: Summary, plan: KitPlan, host: Mapping[str, Any]) -> str:
     """A page for people: failures first, each with the line that runs it again."""
-    device, lines = str(host["device"]), []
+    where, lines = _where(host), []
     for r in summary.failed[:_SHOWN]:
         lines += [f"FAILED {r.item.label()}", f"  {r.why}"]
-        lines += [f"  {reproduction(r, summary.backend, device)}"]
+        lines += [f"  {reproduction(r, summary.backend, where)}"]
     if len(summary.failed) > _SHOWN:
         lines.append(f"... and {len(summary.failed) - _SHOWN} more: --json lists them all")
     skipped = [r for r in summary.results if r.skipped is not None]
     for why, count in _counted(str(r.skipped) for r in skipped).items():
         lines.append(f"skipped {count}: {why}")
-    how = " in Triton's interpreter" if host["kernels"] == "interpreted" else ""
+    how = {"interpreted": " in Triton's interpreter", "emulated": ", EMULATED"}.get(host["kernels"], "")
     worst = max(summary.worst.values(), default=0.0)
     lines += [
         f"{summary.backend} on {host['target']}{how}: {summary.passed} passed, {len(summary.failed)} failed, "
@@ -96,6 +97,12 @@ def text(summary: Summary, plan: KitPlan, host: Mapping[str, Any]) -> str:
         f"worst error {worst:.2g}"
     ]
     return "\n".join(lines)
+
+
+def _where(host: Mapping[str, Any]) -> str:
+    """Options that put a case back where it ran."""
+    emulated = f" --emulated --assume {host['target']}" if host["kernels"] == "emulated" else ""
+    return f"{host['device']}{emulated}"
 
 
 def _counted(reasons: Any) -> dict[str, int]:
@@ -107,8 +114,9 @@ def _counted(reasons: Any) -> dict[str, int]:
 
 def merge_table(old: str, summary: Summary, host: Mapping[str, Any]) -> str:
     """The table with this run's section in the place of an older one for the same backend and host."""
-    kernels = ", Triton's interpreter" if host["kernels"] == "interpreted" else ""
-    title = f"## {summary.backend} on {host['target'] if host['device'] != 'cpu' else 'cpu'}{kernels}"
+    kernels = {"interpreted": ", Triton's interpreter", "emulated": ", emulated"}.get(host["kernels"], "")
+    target = "cpu" if host["device"] == "cpu" and host["kernels"] != "emulated" else host["target"]
+    title = f"## {summary.backend} on {target}{kernels}"
     sections = dict.fromkeys(re.findall(r"^## .*$", old, flags=re.MULTILINE))
     bodies = {name: _body(old, name) for name in sections}
     bodies[title] = _section(summary, host)

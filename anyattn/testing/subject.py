@@ -1,10 +1,11 @@
-"""Opens a backend for verification: its declaration on this host, or in Triton's interpreter on a CPU."""
+"""Opens a backend for verification: on this host, in Triton's interpreter on a CPU, or emulated."""
 
 from __future__ import annotations
 
 from anyattn import api
 from anyattn.testing.checks import Subject
 from anyattn.testing.declared import declared
+from anyattn.testing.emulators import emulator_of, install
 
 __all__ = ["default_device", "needs_interpreter", "open_subject"]
 
@@ -22,12 +23,23 @@ def needs_interpreter(backend: str, device: str) -> bool:
     return device == "cpu" and record.name == "triton" and not served
 
 
-def open_subject(backend: str, device: str) -> Subject:
+def open_subject(
+    backend: str, device: str, *, emulated: bool = False, host: str | None = None
+) -> Subject:  # fmt: skip
     """The backend on this host; `triton` on a CPU in a process that has TRITON_INTERPRET=1.
 
+    Args:
+        emulated: with stand-ins for its library, in this process from now on, decided for the host of
+            its emulator or for `host`; `device` is where tensors lie.
+
     Raises:
-        UnknownNameError, SelectionError, ConfigError: as `declared` and `offer_triton`.
+        UnknownNameError, SelectionError, ConfigError: as `declared`, `offer_triton` and `install`.
     """
+    if emulated:
+        name = api.registry().get(backend).name
+        host = host or emulator_of(name).host
+        install(name, host)
+        return Subject(declared(backend, device, host), device, host)
     if needs_interpreter(backend, device):
         from anyattn.testing.interpreter import offer_triton
 

@@ -1,6 +1,6 @@
 """A worker of the kit: items on stdin, results on stdout. Started by `anyattn.testing.pool`.
 
-python -m anyattn.testing.worker BACKEND DEVICE
+python -m anyattn.testing.worker BACKEND DEVICE [EMULATED_HOST]
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _POISON = ("CUDA error", "device-side assert", "HIP error", "illegal memory acce
 """After these nothing more runs on the device in this process."""
 
 
-def main(backend: str, device: str) -> None:
+def main(backend: str, device: str, host: str | None = None) -> None:
     """Serve until stdin ends, or until the device is poisoned: then the next worker is a fresh one."""
     stdout, sys.stdout = sys.stdout, sys.stderr
-    subject: Subject = open_subject(backend, device)
+    subject: Subject = open_subject(backend, device, emulated=host is not None, host=host)
     explained = 0
     for line in sys.stdin:
         result = run_item(decode_item(line), subject)

@@ -20,6 +20,7 @@ from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 from anyattn.testing.cases import Case
 from anyattn.testing.oracle import stored_values
+from anyattn.testing.selecting import facts_of, select_for
 
 __all__ = ["World", "case_features", "place_requests", "raw_kv"]
 
@@ -88,6 +89,7 @@ class World:
         raw_prefix: prior KV is put into storage by this class; otherwise by the pool's own `write`.
         specs: layers of the model where the case's isn't the only one; it is number `layer_id`.
         deterministic: as in `select`.
+        host: decide for this emulated host, with tensors on `device`.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class World:
         specs: Sequence[AttentionSpec] | None = None,
         layer_id: int = 0,
         deterministic: str | None = None,
+        host: str | None = None,
     ) -> None:
         self.case, self.device, self.raw_prefix = case, torch.device(device), raw_prefix
         self.layer_id = layer_id
@@ -112,17 +115,18 @@ class World:
         slots, pages = place_requests([*capacity, *encoder], case.page_size, case.slot_layout, self.rng)
         self.slots, self.encoder_slots = slots[: len(capacity)], slots[len(capacity) :]
         self.max_context, self.max_encoder = max(1, *capacity) + 3, max(encoder, default=0)
-        self.decision = anyattn.select(
+        self.decision = select_for(
             [case.spec()] if specs is None else specs,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=device,
+            host=host,
             page_size=case.page_size,
             layout=case.layout,
             features=case_features(case),
             limits=self._limits(),
             deterministic=deterministic,
-            **_choices(backend, device),
+            **_choices(backend, device, host),
         )
         self.pool = anyattn.kv.create_pool(
             self.decision, num_slots=pages * case.page_size, k_scale=case.k_scale, v_scale=case.v_scale
@@ -237,11 +241,11 @@ class World:
         return read[0], read[1]
 
 
-def _choices(backend: str | None, device: str) -> dict[str, str]:
+def _choices(backend: str | None, device: str, host: str | None) -> dict[str, str]:
     """`backend` for every phase, or by name for those that it serves where it serves some only."""
     if backend is None:
         return {}
-    target, serving = api.host_facts(device).target, (Phase.PREFILL, Phase.DECODE)
+    target, serving = facts_of(device, host).target, (Phase.PREFILL, Phase.DECODE)
     rows = [row for row in api.registry().get(backend).rows if row.serves(target)]
     served = [phase.value for phase in serving if any(phase in row.phases for row in rows)]
     return dict.fromkeys(served, backend) if len(served) == 1 else {"backend": backend}

@@ -1,0 +1,34 @@
+"""`select` as the kit calls it: on this machine, or decided for an emulated host with tensors on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import anyattn
+from anyattn import api
+from anyattn.core.facts import HostFacts
+from anyattn.core.select.decision import Decision
+from anyattn.core.spec import AttentionSpec
+
+__all__ = ["facts_of", "select_for"]
+
+
+def facts_of(device: str | None, host: str | None = None) -> HostFacts:
+    """Facts of this machine's `device`, or of an emulated `host`."""
+    return api.host_facts(device) if host is None else api.host_facts(host=host)
+
+
+def select_for(
+    specs: Sequence[AttentionSpec], *, device: str, host: str | None = None, **options: Any
+) -> Decision:
+    """A decision whose pool is made on `device`, whichever host it was decided for.
+
+    Raises:
+        As `anyattn.select`.
+    """
+    if host is None:
+        return anyattn.select(specs, device=device, **options)
+    decision = anyattn.select(specs, host=host, **options)
+    return dataclasses.replace(decision, request=dataclasses.replace(decision.request, device=device))
