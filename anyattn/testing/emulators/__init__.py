@@ -45,6 +45,13 @@ EMULATORS: dict[str, Emulator] = {
     "flashinfer_mla": Emulator("cuda:sm90", partial(_from, "flashinfer")),
     "trtllm_mha": Emulator("cuda:sm100", partial(_from, "flashinfer")),
     "trtllm_mla": Emulator("cuda:sm100", partial(_from, "flashinfer")),
+    "fa3": Emulator("cuda:sm90-sglang-kernel-vllm", partial(_from, "flash_attention")),
+    "fa3_mla": Emulator("cuda:sm90", partial(_from, "flash_attention")),
+    "fa4": Emulator("cuda:sm90", partial(_from, "flash_attention_4")),
+    "fa4_mla": Emulator("cuda:sm100", partial(_from, "flash_attention_4")),
+    "flashmla": Emulator("cuda:sm90", partial(_from, "flash_mla")),
+    "cutedsl_mla": Emulator("cuda:sm100", partial(_from, "cutedsl_mla")),
+    "hpc_ops": Emulator("cuda:sm90", partial(_from, "hpc_ops")),
 }
 """By backend name; `NAME_mla` where a name has a second class."""
 
