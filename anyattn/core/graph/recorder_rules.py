@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _READS = frozenset(
 _FROM_HOST = frozenset(("tensor", "as_tensor", "new_tensor", "asarray"))
 _SYNC = "it reads a device value on the host"
 _SHAPE = "the shape of its result depends on device values"
+_UNSEEN = "the kernel that it starts is unseen here; start it through record_call (a seam of the platform)"
 _COPY = "it copies Python values to the device, and waits"
 
 
@@ -50,14 +52,19 @@ class Where:
 
 def here() -> Where:
     """The innermost line that belongs neither to torch nor to the recorder."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_skipped(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
+    frame = _author()
     return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _is_skipped(module: str) -> bool:
-    return _SKIPPED.fullmatch(module) is not None
+def _author() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _SKIPPED.fullmatch(_module(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def refusal(operation: str, why: str, where: Where) -> GraphError:
@@ -97,6 +104,8 @@ def refused_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     name = getattr(func, "__name__", "")
     if name in _READS:
         return _SYNC
+    if name == "data_ptr" and _module(_author()).startswith("triton."):
+        return _UNSEEN
     if name == "to" and ("cpu" in (*args[1:], kwargs.get("device"))):
         return _SYNC
     if name in _FROM_HOST:
