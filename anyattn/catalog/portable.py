@@ -21,6 +21,7 @@ from anyattn.catalog.building import (
     PREFILL,
     TRITON,
     VERIFY,
+    block_table,
     per_dtype,
     square,
 )
@@ -31,6 +32,7 @@ from anyattn.core.capabilities import (
     FormSpec,
     HeadDims,
     ModelKind,
+    PageSizes,
     Proof,
 )
 
@@ -181,38 +183,75 @@ _TRITON_MLA = tuple(
 
 # --- flex_attention --------------------------------------------------------------------------------
 
-_FLEX: dict[str, Any] = {
-    "phases": (PREFILL, DECODE),
+_FLEX_SHARED = (
+    Feature.WINDOW,
+    Feature.LOGIT_CAP,
+    Feature.SINKS,
+    Feature.LSE,
+    Feature.BIDIRECTIONAL,
+    Feature.CUSTOM_SCALE,
+    Feature.RAGGED_VERIFY,
+)
+_FLEX_GATHERED = (*_FLEX_SHARED, Feature.KV_SCALES, Feature.ENCODER_ONLY, Feature.NO_CACHE_WRITE)
+_FLEX_PHASES: tuple[dict[str, Any], ...] = (
+    # Tiles of queries are laid out on the host; in decode each is one token. Chains of drafts alone.
+    {"phases": (PREFILL, VERIFY, DRAFT), "host_lengths": 2},
+    {"phases": (DECODE,), "host_lengths": 1},
+)
+
+
+def _flex(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
+    """Rows of every phase. Run to run the same: no atomics; tiles and splits don't depend on the run."""
+    return tuple(row for phase in _FLEX_PHASES for row in per_dtype(*dtypes, determinism=1, **fields | phase))
+
+
+_FLEX_PAGED: dict[str, Any] = {
+    "architectures": arch.CUDA,
+    "requires": (TRITON,),
+    "head_dims": HeadDims(pairs=square(64, 128, 256)),
+    "pages": PageSizes((16, 32, 64, 128)),  # a page is a block of the mask; a block holds tiles of 16 or more
+    "form": block_table(),
+    "layouts": (NHD,),  # one long row of keys
+    "features": _FLEX_SHARED,
+    "method": "paged, one block of the mask a page",
+    "degraded": "no split-KV decode and no graphs: a cross-check, not a serving path",
+    "source": "vendor-apis §11.3; the lowering of torch 2.13: a block of the mask is a multiple of BLOCK_N",
+}
+_FLEX_SLOTS: dict[str, Any] = {
     "pages": ANY_PAGE,
-    "form": FormSpec("token_csr", kernel_page=1, index_dtype="int64"),
-    "features": (
-        Feature.WINDOW,
-        Feature.LOGIT_CAP,
-        Feature.LSE,
-        Feature.BIDIRECTIONAL,
-        Feature.CUSTOM_SCALE,
-    ),
-    "method": "gathered KV, block mask per request",
+    "form": FormSpec("token_csr", kernel_page=1),
+    "layouts": (NHD, HND),
+    "features": _FLEX_GATHERED,
+    "tolerates_nan_tail": True,
+    "method": "gathered KV",
 }
 
 _FLEX_ROWS = (
-    *per_dtype(
-        *HALVES,
-        "float32",
-        architectures=arch.CUDA,
-        requires=(TRITON,),
-        head_dims=HeadDims(pairs=square(64, 128)),
-        degraded="compiles for each shape and gathers the KV: a cross-check, not a serving path",
-        source="vendor-apis §11.3, sglang-facts §3.1; other head sizes and ROCm: no fact",
-        **_FLEX,
+    *_flex(*HALVES, "float32", **_FLEX_PAGED),
+    *(
+        row
+        for chips, fp8 in ((arch.SM80_86, (E5M2,)), (arch.SM89_UP, (E4M3, E5M2)))
+        for row in _flex(
+            *HALVES,
+            "float32",
+            fp8=fp8,
+            architectures=chips,
+            requires=(TRITON,),
+            head_dims=HeadDims(pairs=square(64, 128, 256)),
+            degraded="gathers the KV of every layer: a cross-check, not a serving path",
+            source="vendor-apis §11.3, sglang-facts §3.1; other head sizes and ROCm: no fact",
+            **_FLEX_SLOTS,
+        )
     ),
-    *per_dtype(
+    *_flex(
+        *HALVES,
         "float32",
         architectures=arch.CPU,
         head_dims=HeadDims(maximum=256, equal=False),
-        degraded="eager scores are materialised; compiled with a paged mask it gave NaN in some runs",
+        degraded="eager, scores are spelled out; compiled with a paged mask it gave NaN in some runs",
         source="vendor-apis §11.3, hardware-free-checks §2.2 (torch 2.13)",
-        **_FLEX,
+        proof=Proof.CPU,
+        **_FLEX_SLOTS,
     ),
 )
 
@@ -228,7 +267,8 @@ RECORDS = (
     ),
     BackendRecord(
         name="flex_attention",
-        summary="torch.nn.attention.flex_attention on gathered KV",
+        summary="torch.nn.attention.flex_attention on paged or gathered KV",
         rows=_FLEX_ROWS,
+        targets={ModelKind.DENSE: "anyattn.backends.portable.flex_attention:FlexAttention"},
     ),
 )

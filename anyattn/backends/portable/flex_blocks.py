@@ -1,0 +1,188 @@
+"""What FlexAttention is told about a step: queries in tiles, and the blocks of keys that each tile reads.
+
+A tile holds query rows of one request alone, so that a page that two requests share is listed once in each.
+Tiles are the batch axis of the kernel; keys have one too (gathered), or none (the pool itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from anyattn.core.spec import AttentionKind
+
+__all__ = ["Blocks", "Keys", "MaskMod", "Tiles", "block_lists", "mask_mod", "pages_at", "tile_queries"]
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(batch, head, query row, key column) -> visible`, as FlexAttention calls it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Where query tokens `[T]` stand in tiles `[N, rows]`.
+
+    Attributes:
+        request: int64 `[N]`, whose rows a tile holds.
+        first: int32 `[N]`, the tile's first row as an index among the request's new tokens.
+        count: int32 `[N]`, rows in use; those behind repeat the last one.
+        pack: int64 `[N * rows]`, token of each row; unpack: int64 `[T]`, row of each token. Both None where
+            tile i is token i alone.
+    """
+
+    rows: int
+    request: torch.Tensor
+    first: torch.Tensor
+    count: torch.Tensor
+    pack: torch.Tensor | None = None
+    unpack: torch.Tensor | None = None
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, H, D]` as `[N, rows, H, D]`."""
+        if self.pack is None:
+            return x[:, None]
+        return x.index_select(0, self.pack).view(-1, self.rows, *x.shape[1:])
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, rows, ...]` as `[T, ...]`."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.unpack is None else flat.index_select(0, self.unpack)
+
+
+def tile_queries(
+    extend_lens: list[int], num_tokens: int, rows: int, device: torch.device, *, one_each: bool
+) -> Tiles:
+    """Tiles of `rows` from host lengths; `one_each`: exactly one a request, however few rows it has."""
+    lens = torch.tensor(extend_lens, dtype=torch.int64)
+    counts = torch.ones_like(lens) if one_each else (lens + (rows - 1)) // rows
+    request = torch.repeat_interleave(torch.arange(lens.shape[0]), counts)
+    index = torch.arange(request.shape[0]) - (counts.cumsum(0) - counts)[request]
+    first = index * rows
+    count = (lens[request] - first).clamp_(0, rows)
+    start = (lens.cumsum(0) - lens)[request] + first
+    row = torch.minimum(torch.arange(rows)[None, :], (count - 1).clamp_min(0)[:, None])
+    pack = (start[:, None] + row).clamp_max_(num_tokens - 1).view(-1)
+    live = (torch.arange(rows)[None, :] < count[:, None]).view(-1)
+    unpack = torch.zeros(num_tokens, dtype=torch.int64)
+    unpack[pack[live]] = live.nonzero()[:, 0]
+    parts = (request, first.int(), count.int(), pack, unpack)
+    return Tiles(rows, *(x.to(device, non_blocking=True) for x in parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Keys:
+    """The keys of one plan group as its tiles see them.
+
+    Attributes:
+        start, end: int32 `[B]`, positions of the first listed key and of the end.
+        page: keys of a block of the kernel.
+        table: int32 `[B, W]` pages of the pool, or None: keys are gathered, a column is a key.
+        pages: int32 `[B, pages of the pool]`, the page's place in the request (0, 1, …; -1: not its own).
+        blocks: blocks of a request at most.
+    """
+
+    start: torch.Tensor
+    end: torch.Tensor
+    page: int
+    blocks: int
+    table: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+
+
+def pages_at(
+    table: torch.Tensor, start: torch.Tensor, lens: torch.Tensor, page: int, num_pages: int
+) -> torch.Tensor:
+    """`Keys.pages` from a block table `[B, W]`: the inverse of each of its rows."""
+    column = torch.arange(table.shape[1], device=table.device, dtype=torch.int32)[None, :]
+    live = column < ((lens + (page - 1)) // page)[:, None]
+    place = torch.where(live, column + (start // page)[:, None], torch.full_like(column, -1))
+    # Cells behind a request's last page go to a column of their own, one past the pool's.
+    target = torch.where(live, table, torch.full_like(table, num_pages)).long()
+    pages = torch.full((table.shape[0], num_pages + 1), -1, dtype=torch.int32, device=table.device)
+    return pages.scatter_(1, target, place)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Arguments of a `BlockMask`: lists `[N, 1, R]` and `[N, 1, R, W]` of blocks with and without a mask."""
+
+    partial: tuple[torch.Tensor, torch.Tensor]
+    full: tuple[torch.Tensor, torch.Tensor]
+    mask_mod: MaskMod
+
+
+def block_lists(
+    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None, q_block: int
+) -> Blocks:
+    """Blocks that some row of a tile sees (`partial`), and those that all of them see whole (`full`).
+
+    Rows of the tables are spans of `q_block` query rows; at least two of each axis, so that shapes of one
+    don't make kernels of their own.
+    """
+    spans = max(2, -(-tiles.rows // q_block))
+    offset = torch.arange(spans, device=prefix.device, dtype=torch.int32)[None, :] * q_block
+    last = (tiles.count - 1).clamp_min(0)[:, None]
+    base = (prefix[tiles.request] + tiles.first)[:, None]
+    low = base + torch.minimum(offset, last)
+    high = base + torch.minimum(offset + (q_block - 1), last)
+    start, end = (x[tiles.request][:, None].expand_as(low) for x in (keys.start, keys.end))
+    causal = kind is AttentionKind.CAUSAL
+    stop = torch.minimum(end, high + 1) if causal else end
+    whole = torch.minimum(end, low + 1) if causal else end
+    begin = start if window is None else torch.maximum(start, low - (window - 1))
+    if window is not None and not causal:
+        stop = torch.minimum(end, high + window)
+    first = torch.div(begin - start, keys.page, rounding_mode="floor")
+    after = torch.div((stop - start).clamp_min(0) + (keys.page - 1), keys.page, rounding_mode="floor")
+    full = torch.div((whole - start).clamp_min(0), keys.page, rounding_mode="floor")
+    full = full if window is None else torch.zeros_like(full)
+    partial_from = torch.maximum(first, full)
+    column = torch.arange(max(2, keys.blocks), device=prefix.device)[None, None, :]
+    listed = (partial_from[..., None] + column).clamp_max_(max(0, keys.blocks - 1))
+    entries = column.expand_as(listed)
+    if keys.table is not None:
+        rows = tiles.request[:, None, None]
+        listed, entries = keys.table[rows, listed], keys.table[rows, entries.clamp_max(keys.blocks - 1)]
+    return Blocks(
+        _lists((after - partial_from).clamp_min(0), listed),
+        _lists(full, entries),
+        mask_mod(tiles, prefix, keys, kind, window),
+    )
+
+
+def _lists(counts: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return counts.int()[:, None], entries.int()[:, None].contiguous()
+
+
+def mask_mod(
+    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None
+) -> MaskMod:
+    """Visibility in positions: causal k <= p, window p - k < W (bidirectional: |p - k| < W)."""
+    row = torch.arange(tiles.rows, device=prefix.device, dtype=torch.int32)[None, :]
+    last = (tiles.count - 1).clamp_min(0)[:, None]
+    position = (prefix[tiles.request] + tiles.first)[:, None] + torch.minimum(row, last)
+    start, end = keys.start[tiles.request], keys.end[tiles.request]
+    causal, single = kind is AttentionKind.CAUSAL, tiles.pack is None
+
+    def seen(tile: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        # A tile of one token carries the heads of a group as its rows.
+        at = position[tile, 0] if single else position[tile, query]
+        visible = key < end[tile]
+        if causal:
+            visible = visible & (key <= at)
+        if window is not None:
+            visible = visible & (at - key < window)
+            if not causal:
+                visible = visible & (key - at < window)
+        return visible
+
+    if keys.pages is None:
+        return lambda b, h, q, k: seen(b, q, k + start[b])
+    pages, page, request = keys.pages, keys.page, tiles.request
+
+    def paged(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        place = pages[request[b], k // page]
+        return (place >= 0) & seen(b, q, place * page + k % page)
+
+    return paged

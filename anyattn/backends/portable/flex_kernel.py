@@ -1,0 +1,109 @@
+"""FlexAttention as torch compiles it: one function per specialisation, bounded in its recompilations.
+
+On CUDA the compiler writes a Triton kernel. On a CPU the C++ compiler takes 11 to 28 s for each variant, and
+paged masks gave NaN in some runs (torch 2.13), so there the same graph runs eagerly, its scores spelled out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from anyattn.backends.portable.flex_blocks import Blocks
+
+__all__ = ["Kernel", "Specialisation", "block_mask", "compiled"]
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+"""`(q [N, H, rows, D], k [N or 1, Hkv, S, D], v [.., Dv], block mask) -> (out, natural-log lse)`."""
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """All that a compiled function bakes in. Shapes but head counts and sizes are dynamic.
+
+    `shape`: (query heads, KV heads, D, Dv) as the kernel sees them. `variant` tells mask forms apart.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    scale: float
+    logit_cap: float | None
+    variant: tuple[object, ...]
+    device: str
+    blocks: tuple[int, int]
+
+
+@functools.cache
+def compiled(spec: Specialisation) -> Kernel:
+    """The function of a specialisation, the same one for every backend object of the process."""
+    gqa = spec.shape[0] != spec.shape[1]
+    aux = _lse_arguments()
+    options: Any = _kernel_options(spec)
+    scale, cap = spec.scale, spec.logit_cap
+
+    def capped(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)  # type: ignore[operator]
+
+    score_mod = None if cap is None else capped
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stats = flex.flex_attention(
+            q, k, v, score_mod, mask, scale=scale, enable_gqa=gqa, kernel_options=options, **aux
+        )
+        return out, (stats if isinstance(stats, torch.Tensor) else stats.lse)
+
+    # Dynamo counts recompilations per code object: each specialisation gets one of its own.
+    own = types.FunctionType(
+        run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__
+    )
+    backend = "eager" if spec.device == "cpu" else "inductor"
+    result: Kernel = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
+    return result
+
+
+def _kernel_options(spec: Specialisation) -> dict[str, Any] | None:
+    """Tiles that divide the mask's blocks. No split-KV kernel: it compiles for each batch size."""
+    if spec.device == "cpu":
+        return None
+    q_block, kv_block = spec.blocks
+    wide = max(spec.shape[2:]) > 128
+    return {
+        "FORCE_USE_FLEX_ATTENTION": True,
+        "BLOCK_M": min(q_block, 64),
+        "BLOCK_N": min(kv_block, 32 if wide or spec.dtype == torch.float32 else 64),
+    }
+
+
+@functools.cache
+def _lse_arguments() -> dict[str, Any]:
+    """`return_aux` from torch 2.9 on, `return_lse` before. Both give natural logarithms."""
+    if "return_aux" in inspect.signature(flex.flex_attention).parameters:
+        return {"return_aux": flex.AuxRequest(lse=True)}
+    return {"return_lse": True}
+
+
+def block_mask(blocks: Blocks, block_size: tuple[int, int], lengths: tuple[int, int]) -> flex.BlockMask:
+    """A `BlockMask` for the forward pass alone: the lists by key block, which it derives for the backward
+    pass by a dense matrix of all blocks, are left out."""
+    return flex.BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=blocks.partial[0],
+        kv_indices=blocks.partial[1],
+        full_kv_num_blocks=blocks.full[0],
+        full_kv_indices=blocks.full[1],
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=block_size,
+        mask_mod=blocks.mask_mod,
+    )
