@@ -72,6 +72,7 @@ class ForwardBatch:
         num_decode: decode rows at the tail of a MIXED batch.
         num_padding_requests, num_padding_tokens: rows at the end that stand for nobody; the tokens of
             padded requests count.
+        kv_stored: this step's KV is in the pool already, and layers are called without k and v.
         ids: what `out_cache_loc` holds (given as `VirtualIds`: virtual ones).
         captured_mode, logical_mode: mode of the graph, mode before a relabelling; default `forward_mode`.
         serial: identity of this batch; a plan remembers it.
@@ -92,6 +93,7 @@ class ForwardBatch:
     num_decode: int = 0
     num_padding_requests: int = 0
     num_padding_tokens: int = 0
+    kv_stored: bool = False
     captured_mode: ForwardMode | None = None
     logical_mode: ForwardMode | None = None
     ids: IdKind = IdKind.PHYSICAL

@@ -60,5 +60,5 @@ def check_pool_is_listed(plan: Plan, layer: AttentionLayer) -> None:
             f"layer {layer.layer_id} reads everything from the pool, but the step was planned without it",
             asked="k=None, v=None",
             allowed=f"k and v of this step (plan.strategy is {plan.strategy.value})",
-            hint="pass k and v, or give the layer's spec kv_shared_with",
+            hint="pass k and v, plan batch.view(kv_stored=True), or give the layer's spec kv_shared_with",
         )

@@ -30,10 +30,10 @@ def choose_strategy(batch: ForwardBatch, offered: Sequence[Strategy]) -> Strateg
     """RAGGED without a cached prefix, RAGGED_MERGE with one, where offered; else PAGED.
 
     Unknown host lengths and explicit masks (their columns count the prefix) mean PAGED: a guess could
-    drop keys. So does a step that stores its KV before and passes none (the caller then gives no k).
+    drop keys. So does `kv_stored`: without k and v, this step's keys are found through the table alone.
     """
     exact = batch.exact
-    if exact is None or batch.mask is not None or not batch.batch_size:
+    if exact is None or batch.mask is not None or batch.kv_stored or not batch.batch_size:
         return Strategy.PAGED
     if bool((exact.seq_lens == exact.extend_lens).all()):
         return Strategy.RAGGED if Strategy.RAGGED in offered else Strategy.PAGED

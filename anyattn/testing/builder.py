@@ -72,6 +72,8 @@ def build_step(
     new = [world.slots[m][p : p + e] for m, p, e in zip(members, prefix, extend, strict=True)]
     requests, mask, positions = _facts(world, members, prefix, extend)
     batch = _batch(world, members, prefix, extend, new, mode or case.mode, kv, mask, positions)
+    if kv == "cached":
+        batch = batch.view(kv_stored=True)
     step = Step(world, batch, q, k, v, kv, requests, world.keys, world.values, torch.empty(0).long())
     _settle_kv(step, members, new, fill_prefix)
     return step

@@ -61,6 +61,8 @@ def _merged(subject: Subject, case: Case, *, sinks: bool) -> Outcome:
     first, rest = case.prefix_lens
     whole_case = dataclasses.replace(case, prefix_lens=(first, rest, first + rest), extend_lens=(1, 1, 1))
     with_sinks = dataclasses.replace(whole_case, sinks=sinks)
+    if refused := subject.declared.refusal(with_sinks):
+        raise Skip(refused)
     plain = dataclasses.replace(whole_case, sinks=False).spec()
     specs = [with_sinks.spec(), dataclasses.replace(plain, kv_shared_with=0)]
     world = subject.world(with_sinks, specs=specs)

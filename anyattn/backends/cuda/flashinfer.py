@@ -1,0 +1,254 @@
+"""`flashinfer` for dense models: its decode, paged, ragged and sink wrappers, planned once a step.
+
+Conventions of the library (flashinfer-python 0.6 and 0.7): windows count the keys to the left (W - 1); LSE is
+base 2, `[T, Hq]`; causal is bottom-right; k scales go into the softmax scale, v scales onto the output.
+What is built for which call: docs/flashinfer-variants.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anyattn.backends.cuda.flashinfer_lease import Wrappers
+from anyattn.backends.cuda.flashinfer_plan import HostArrays, inner_backend, merge_fits, workspace_bytes
+from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner
+from anyattn.backends.cuda.fused_tables import offer_filler
+from anyattn.core.batch import ForwardMode
+from anyattn.core.call import AttentionCall
+from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.groups import PlanGroup
+from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.kv.scales import KVScale
+from anyattn.core.layer import AttentionLayer
+from anyattn.core.metadata.packed_masks import pack_mask
+from anyattn.core.plan import Plan
+from anyattn.core.state import AttentionState
+from anyattn.core.strategy import Strategy
+from anyattn.core.traits import SharedReadEnds, Traits
+from anyattn.errors import FeatureError, PoolError
+
+__all__ = ["FlashInfer"]
+
+_LN2 = math.log(2.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """What is constant of a layer. Scales are None where they are 1; `*_heads [1, Hq, 1]`: per head."""
+
+    layer: AttentionLayer
+    slot: int
+    cache: tuple[torch.Tensor, torch.Tensor]
+    k_scale: float | None
+    v_scale: float | None
+    k_heads: torch.Tensor | None
+    v_heads: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+class FlashInfer(AttentionBackend):
+    """Paged decode and prefill; ragged prefill, merged with a cached prefix where no window crosses it.
+
+    A *slot* is a plan group at one query head count: the fa2 template's tiles are cut for one group size.
+    """
+
+    def __init__(self, config: BackendConfig) -> None:
+        """Raises `PoolError` for a pool that isn't NHD or HND."""
+        self._library = importlib.import_module("flashinfer")
+        super().__init__(config)
+        pool = self.pool
+        if not isinstance(pool, MHAPool) or pool.layout not in ("NHD", "HND"):
+            have = f"{type(pool).__name__} ({pool.layout})"
+            raise PoolError("flashinfer reads MHA pools", asked=have, allowed="MHAPool in NHD or HND")
+        slots = {(config.groups.locate(PlanGroup.of(s)), s.num_q_heads): None for s in pool.specs}
+        self._slots: tuple[tuple[PlanGroup, int], ...] = tuple(slots)
+        size = workspace_bytes(self._slots, pool.device)
+        workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        self._setup = Setup(
+            slots=self._slots,
+            inner={mode: inner_backend(config.row_for(mode)) for mode in ForwardMode},
+            wrappers=Wrappers(self._library, pool.layout, workspace),
+            dtype=config.dtype,
+            kv_dtype=pool.kv_dtype,
+            device=pool.device,
+        )
+        self._strategies = self._offered()
+        self._layers: dict[int, _Layer] = {}
+        offer_filler(self.compiler, config.table)
+
+    def _offered(self) -> tuple[Strategy, ...]:
+        """Ragged parts need keys as given = keys as stored, and a wrapper without sinks. The window rule of a
+        prefix alone depends on each request's new tokens, which one `window_left` can't say."""
+        if self.pool.kv_dtype != self.config.dtype or any(g.sinks for g, _ in self._slots):
+            return (Strategy.PAGED,)
+        windows = any(g.table.window is not None for g, _ in self._slots)
+        ragged = (Strategy.RAGGED,) if windows else (Strategy.RAGGED, Strategy.RAGGED_MERGE)
+        return (*ragged, Strategy.PAGED)
+
+    def traits(self, mode: ForwardMode) -> Traits:
+        """Tables and masks are copied with `init_forward_metadata_in_graph`."""
+        extends = mode in (ForwardMode.EXTEND, ForwardMode.SPLIT_PREFILL)
+        return replace(
+            super().traits(mode),
+            shared_read_ends=SharedReadEnds.IN_REPLAY,
+            strategies=self._strategies if extends else (Strategy.PAGED,),
+        )
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
+        """One `plan` a slot and part, from host arrays. Raises `FeatureError` for a mask in a capture."""
+        if in_capture and plan.mask_cells is not None:
+            raise FeatureError(
+                "flashinfer packs masks of each step's own size, which a graph can't record",
+                asked="an explicit mask in a capture",
+                allowed="chains of draft tokens, or eager steps",
+                hint="leave the mask out of captured steps, or run tree verification eagerly",
+            )
+        host = HostArrays(plan)
+        plan.private = Step(num_tokens=host.num_tokens)
+        if host.num_tokens:
+            stable = self._buffers is not None and plan.key.mode is not ForwardMode.SPLIT_PREFILL
+            StepPlanner(self._setup, plan, host, stable=stable, in_capture=in_capture).run()
+
+    def init_forward_metadata_in_graph(self, plan: Plan) -> None:
+        """Offsets, positions and tables, then the mask bits that wrappers were given the storage of."""
+        super().init_forward_metadata_in_graph(plan)
+        if plan.private is not None:
+            for table, (window, bits) in plan.private.masks.items():
+                pack_mask(plan, table, window, bits)
+
+    # -- compute -------------------------------------------------------------------------------------
+
+    def forward_decode(self, call: AttentionCall) -> None:
+        """One query a request over its table."""
+        layer = self._layer(call)
+        wrapper = call.plan.private.runs[layer.slot].keys
+        self._over_table(wrapper, call.q, layer, call.out, call.lse)
+        if call.lse is not None:
+            call.lse.mul_(_LN2)
+
+    def forward_extend(self, call: AttentionCall) -> None:
+        """Everything through the table, or k and v alone, or both merged."""
+        step, layer = call.plan.private, self._layer(call)
+        num = step.num_tokens
+        if num == 0:
+            return
+        q, out, lse = call.q[:num], call.out[:num], None if call.lse is None else call.lse[:num]
+        keys, own = step.runs[layer.slot]
+        if own is None:
+            self._over_table(keys, q, layer, out, lse)
+        elif keys is None:
+            self._over_own(own, q, call, out, lse)
+        else:
+            if lse is None:
+                lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            self._over_own(own, q, call, out, lse)
+            before, weight = torch.empty_like(out), torch.empty_like(lse)
+            self._over_table(keys, q, layer, before, weight)
+            self._merge(out, lse, before, weight)
+        if lse is not None:
+            lse.mul_(_LN2)
+
+    def _over_table(
+        self, wrapper: Any, q: torch.Tensor, layer: _Layer, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """`lse` in base 2. Kernels write dense rows: other storage gets a copy."""
+        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+            self._densely(lambda o, s: self._over_table(wrapper, q, layer, o, s), out, lse)
+            return
+        q = _last_dense(q)
+        if layer.sinks is not None:
+            wrapper.run(q, layer.cache, layer.sinks, layer.layer.spec.scale, out=out)
+            return
+        if layer.k_heads is not None:
+            q = (q * layer.k_heads).to(q.dtype)
+        wrapper.run(
+            q, layer.cache, k_scale=layer.k_scale, v_scale=layer.v_scale, out=out, lse=lse,
+            return_lse=lse is not None,
+        )  # fmt: skip
+        if layer.v_heads is not None:
+            out.mul_(layer.v_heads)
+
+    def _over_own(
+        self, wrapper: Any, q: torch.Tensor, call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """`lse` in base 2."""
+        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+            self._densely(lambda o, s: self._over_own(wrapper, q, call, o, s), out, lse)
+            return
+        assert call.k is not None
+        assert call.v is not None
+        k, v = (_last_dense(x[: q.shape[0]]) for x in (call.k, call.v))
+        wrapper.run(_last_dense(q), k, v, out=out, lse=lse, return_lse=lse is not None)
+
+    @staticmethod
+    def _densely(run: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        dense = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        weight = None if lse is None else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        run(dense, weight)
+        out.copy_(dense)
+        if lse is not None and weight is not None:
+            lse.copy_(weight)
+
+    def _merge(
+        self, out: torch.Tensor, lse: torch.Tensor, before: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        """The cached part into `out` and `lse`, both in base 2; each query's own key keeps its lse finite."""
+        if (
+            out.is_contiguous()
+            and lse.is_contiguous()
+            and merge_fits(out.shape[1], out.shape[2], out.element_size())
+        ):
+            self._library.merge_state_in_place(out, lse, before, weight)
+            return
+        merged = AttentionState(out, lse * _LN2).merge(AttentionState(before, weight * _LN2))
+        out.copy_(merged.out)
+        torch.mul(merged.lse, 1 / _LN2, out=lse)
+
+    def _layer(self, call: AttentionCall) -> _Layer:
+        layer = call.layer
+        known = self._layers.get(layer.layer_id)
+        if known is None or known.layer is not layer:
+            known = self._layers[layer.layer_id] = self._new_layer(layer, call.group)
+        return known
+
+    def _new_layer(self, layer: AttentionLayer, group: PlanGroup) -> _Layer:
+        pool, spec = self.pool, layer.spec
+        assert isinstance(pool, MHAPool)
+        cache = pool.key_cache(layer.layer_id), pool.value_cache(layer.layer_id)
+        if (group, spec.num_q_heads) not in self._slots:
+            heads = sorted(n for g, n in self._slots if g == group)
+            raise FeatureError(
+                f"layer {layer.layer_id} has a head count that flashinfer plans nothing for",
+                asked=spec.num_q_heads,
+                allowed=heads,
+                hint="list every layer's AttentionSpec in select()",
+            )
+        k, v = pool.scales(layer.layer_id)
+        sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
+        return _Layer(
+            layer, self._slots.index((group, spec.num_q_heads)), cache, _number(k), _number(v),
+            _per_head(k, spec.group_size), _per_head(v, spec.group_size), sinks,
+        )  # fmt: skip
+
+
+def _last_dense(x: torch.Tensor) -> torch.Tensor:
+    """Kernels take any stride but the last one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _number(scale: KVScale) -> float | None:
+    return None if scale.is_one or len(set(scale.host)) > 1 else scale.host[0]
+
+
+def _per_head(scale: KVScale, group_size: int) -> torch.Tensor | None:
+    """Scales that differ from KV head to KV head, for every query head `[1, Hq, 1]`."""
+    if len(set(scale.host)) == 1:
+        return None
+    return scale.device.repeat_interleave(group_size)[None, :, None]

@@ -1,0 +1,114 @@
+"""What FlashInfer's planners are given: decisions made from data, and host arrays that cost no copy back.
+
+`plan` calls `.to("cpu")` on offsets and page lengths (decode.py, prefill.py of flashinfer-python 0.7.2): free
+for CPU tensors, a stream sync for any other. Everything here is int32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyattn.core.capabilities import CapabilityRow
+from anyattn.core.groups import PlanGroup
+from anyattn.core.plan import Plan, Table
+from anyattn.errors import HostLengthError
+
+__all__ = [
+    "HostArrays",
+    "accepts",
+    "inner_backend",
+    "merge_fits",
+    "uses_tensor_cores",
+    "window_left",
+    "workspace_bytes",
+]
+
+_CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per KV head that the CUDA-core decode kernel is used for. It has 1, 2, 3, 4, 6, 8 and 16
+(decode.cuh); from 4 on tensor cores win (SGLang's rule; on an H200 groups of 4 run at 4,261 GB/s)."""
+_CUDA_CORE_DIMS = (64, 128, 256)
+_TILE_ROWS = 128  # the largest query tile of the fa2 template
+_BLOCKS_PER_SM = 2
+_LEAST_WORKSPACE = 128 << 20  # FlashInfer's advice
+
+
+def inner_backend(row: CapabilityRow) -> str:
+    """The inner kernel of a row: `fa3` where its method says so, else the fa2 template."""
+    return "fa3" if row.method.startswith("fa3") else "fa2"
+
+
+def uses_tensor_cores(group: PlanGroup, num_q_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Whether decode runs the prefill template (tensor cores) or the CUDA-core kernel."""
+    few = num_q_heads // group.num_kv_heads in _CUDA_CORE_GROUPS
+    plain = kv_dtype == dtype and group.head_dim == group.v_head_dim and group.head_dim in _CUDA_CORE_DIMS
+    return not (few and plain)
+
+
+def window_left(window: int | None) -> int:
+    """FlashInfer counts the keys left of the query: W - 1; -1 = no window."""
+    return -1 if window is None else window - 1
+
+
+def workspace_bytes(slots: tuple[tuple[PlanGroup, int], ...], device: torch.device) -> int:
+    """Float workspace: partial outputs of split KV, the largest of all slots (`PrefillPlan`, scheduler.cuh).
+
+    A split step has at most two blocks a multiprocessor; each writes a tile of rows for one KV head. 0.6
+    reserves a tile for every query head of the group.
+    """
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    tiles = [
+        _BLOCKS_PER_SM * units * _TILE_ROWS * (heads // g.num_kv_heads) * (g.v_head_dim + 1) * 4
+        for g, heads in slots
+    ]
+    return max([_LEAST_WORKSPACE, *tiles])
+
+
+def merge_fits(num_heads: int, dim: int, itemsize: int) -> bool:
+    """FlashInfer's merge runs one block per token: `dim / vec` threads a head, 1,024 in all (cascade.cuh)."""
+    vec = max(16 // itemsize, dim // 32)
+    return dim in (64, 128, 256, 512) and dim // vec * num_heads <= 1024
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """The installed version takes the keyword `name` (0.7's decode `plan` has `**kwargs`)."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+class HostArrays:
+    """Offsets of one step on the host, each made once: of queries, and of every table that is planned."""
+
+    def __init__(self, plan: Plan) -> None:
+        exact = plan.batch.exact
+        assert exact is not None  # the row asks for exact lengths; the contract has checked them
+        self.qo_indptr = torch.zeros(plan.key.num_requests + 1, dtype=torch.int32)
+        torch.cumsum(exact.extend_lens, 0, dtype=torch.int32, out=self.qo_indptr[1:])
+        self.num_tokens = int(self.qo_indptr[-1])
+        self._last: dict[Table, torch.Tensor] = {}
+
+    def pages(self, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(indptr [B + 1], tokens in the last page [B], tokens [B])` of a table.
+
+        A request without keys has no page and 0 tokens in its last: `get_seq_lens` and the kernels'
+        `get_length` then agree on 0.
+
+        Raises:
+            HostLengthError: encoder lengths that only the device knows.
+        """
+        host = table.host
+        if host is None:
+            raise HostLengthError(
+                "flashinfer plans on the host and doesn't know the encoder lengths there",
+                asked="encoder_lens on the device",
+                allowed="encoder_lens as a list or a CPU tensor",
+                hint="keep a copy of encoder_lens on the host",
+            )
+        last = self._last.get(table)
+        if last is None:
+            before = (host.indptr[1:] - host.indptr[:-1] - 1).clamp_min_(0)
+            last = self._last[table] = host.kv_lens - before * table.form.kernel_page
+        return host.indptr, last, host.kv_lens

@@ -1,0 +1,178 @@
+"""One step of `flashinfer` planned: which wrapper runs which part for each slot, from host arrays alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
+from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tensor_cores, window_left
+from anyattn.core.batch import ForwardMode
+from anyattn.core.call import step_kind
+from anyattn.core.groups import PlanGroup
+from anyattn.core.plan import Plan, Table
+from anyattn.core.spec import AttentionKind
+from anyattn.core.strategy import Strategy
+
+__all__ = ["Runs", "Setup", "Step", "StepPlanner"]
+
+
+class Runs(NamedTuple):
+    """What a slot runs in a step: `keys` over a table (decode, paged, sinks), `own` over k and v, or both."""
+
+    keys: Any = None
+    own: Any = None
+
+
+@dataclass(eq=False)
+class Step:
+    """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step."""
+
+    runs: tuple[Runs, ...] = ()
+    num_tokens: int = 0
+    masks: dict[Table, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
+    lease: Lease | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What a backend plans with. `inner`: kernel by mode; `slots`: plan groups, each at one head count."""
+
+    slots: tuple[tuple[PlanGroup, int], ...]
+    inner: Mapping[ForwardMode, str]
+    wrappers: Wrappers
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+
+
+class StepPlanner:
+    """Plans one step of a backend, slot by slot."""
+
+    def __init__(self, setup: Setup, plan: Plan, host: HostArrays, *, stable: bool, in_capture: bool) -> None:
+        """`stable`: the step's tables lie in buffers that graphs may hold."""
+        self._of, self._plan, self._host = setup, plan, host
+        self._stable = stable and plan.mask_cells is None
+        self._in_capture = in_capture
+        self._mode = plan.key.mode
+        self._inner = setup.inner[self._mode]
+        self._captured: list[Any] = []
+        self._lease = setup.wrappers.lease()
+        self._step: Step = plan.private
+
+    def run(self) -> None:
+        """Plan every slot into `plan.private`."""
+        self._step.lease = self._lease
+        self._step.runs = tuple(self.slot(index) for index in range(len(self._of.slots)))
+        self._lease.planned(self._captured)
+
+    def slot(self, index: int) -> Runs:
+        """Plan the parts that this step's layers of a slot run."""
+        group = self._of.slots[index][0]
+        kind = step_kind(group.table.kind, self._mode, self._plan.mask_cells is not None)
+        if kind is AttentionKind.ENCODER_ONLY:
+            return Runs(own=self._ragged(index, causal=False))
+        table = self._plan.tables.get(group.table)
+        cross = kind is AttentionKind.CROSS
+        if self._mode is ForwardMode.DECODE and not group.sinks:
+            assert table is not None
+            return Runs(keys=self._decode(index, table))
+        strategy = Strategy.PAGED if cross else self._plan.strategy
+        causal = kind is AttentionKind.CAUSAL
+        own = None if strategy is Strategy.PAGED else self._ragged(index, causal=causal)
+        if strategy is Strategy.RAGGED:
+            return Runs(own=own)
+        assert table is not None
+        return Runs(self._paged(index, table, causal=causal and own is None), own)
+
+    def _wrapper(self, kind: WrapperKind, index: int, table: Table | None) -> Any:
+        """The one that a graph of this shape was captured with, or one on lease."""
+        if not self._stable:
+            return self._lease.take(kind)
+        key = (self._mode, kind, index, self._plan.key.num_requests, self._plan.key.num_tokens)
+        wrapper = self._of.wrappers.captured(key)
+        if wrapper is None and self._in_capture:
+            wrapper = self._of.wrappers.capture(key, kind, index, self._plan, table)
+        if wrapper is None:
+            return self._lease.take(kind)
+        self._captured.append(key)
+        return wrapper
+
+    def _decode(self, index: int, table: Table) -> Any:
+        group, heads = self._of.slots[index]
+        dtype, kv_dtype = self._of.dtype, self._of.kv_dtype
+        cores = uses_tensor_cores(group, heads, dtype, kv_dtype)
+        wrapper = self._wrapper(WrapperKind(Role.DECODE, self._inner, cores), index, table)
+        indptr, last, lens = self._host.pages(table)
+        assert table.indices is not None
+        wrapper.plan(
+            indptr, table.indices, last, heads, group.num_kv_heads, group.head_dim, table.form.kernel_page,
+            **self._options(group), kv_data_type=kv_dtype, **_lens(wrapper, lens),
+        )  # fmt: skip
+        return wrapper
+
+    def _paged(self, index: int, table: Table, *, causal: bool) -> Any:
+        group, heads = self._of.slots[index]
+        indptr, last, lens = self._host.pages(table)
+        options = self._options(group)
+        if self._plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS:
+            # The bits hold the window: it counts positions, the kernel's would count columns.
+            options |= {"packed_custom_mask": self._mask(group, table, lens), "window_left": -1}
+        wrapper = self._wrapper(self._paged_kind(group, options["window_left"]), index, table)
+        assert table.indices is not None
+        wrapper.plan(
+            self._host.qo_indptr, indptr, table.indices, last, heads, group.num_kv_heads, group.head_dim,
+            table.form.kernel_page, head_dim_vo=group.v_head_dim, causal=causal, **options,
+            kv_data_type=self._of.kv_dtype, **_lens(wrapper, lens),
+        )  # fmt: skip
+        return wrapper
+
+    def _ragged(self, index: int, *, causal: bool) -> Any:
+        """Over k and v as given: in the model's dtype whatever the pool stores."""
+        group, heads = self._of.slots[index]
+        wrapper = self._wrapper(WrapperKind(Role.RAGGED, self._inner), index, None)
+        offsets = self._host.qo_indptr
+        wrapper.plan(
+            offsets, offsets, heads, group.num_kv_heads, group.head_dim, head_dim_vo=group.v_head_dim,
+            causal=causal, **self._options(group), kv_data_type=self._of.dtype,
+        )  # fmt: skip
+        return wrapper
+
+    def _paged_kind(self, group: PlanGroup, left: int) -> WrapperKind:
+        if not group.sinks:
+            return WrapperKind(Role.PAGED, self._inner)
+        return WrapperKind(
+            Role.SINKS, self._inner, head_dim=group.head_dim, v_head_dim=group.v_head_dim,
+            dtype=self._of.dtype, window_left=left,
+        )  # fmt: skip
+
+    def _options(self, group: PlanGroup) -> dict[str, Any]:
+        return {
+            "window_left": window_left(group.table.window),
+            "logits_soft_cap": group.logit_cap,
+            "sm_scale": group.scale,
+            "q_data_type": self._of.dtype,
+        }
+
+    def _mask(self, group: PlanGroup, table: Table, lens: torch.Tensor) -> torch.Tensor:
+        """Storage of a table's mask bits (`pack_mask`), filled by the device half."""
+        known = self._step.masks.get(table)
+        if known is None:
+            cells = int(((self._host.qo_indptr[1:] - self._host.qo_indptr[:-1]) * lens).sum())
+            bits = torch.empty(max(1, cells), dtype=torch.uint8, device=self._of.device)
+            known = self._step.masks[table] = (group.table.window, bits)
+        return known[1]
+
+
+_takes_lens: dict[type, bool] = {}
+
+
+def _lens(wrapper: Any, lens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Lengths on the host, where the installed `plan` takes them instead of working them out."""
+    kind = type(wrapper)
+    if kind not in _takes_lens:
+        _takes_lens[kind] = accepts(kind.plan, "seq_lens")
+    return {"seq_lens": lens} if _takes_lens[kind] else {}
