@@ -89,10 +89,15 @@ def _fused(
     kv_heads, group = k.shape[1], spec.group_size
     rows = _fold(q, kv_heads)[None]
     mask = None if seen is None else seen.repeat(group, 1)[None, None]
-    result = F.scaled_dot_product_attention(
-        rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=spec.scale
-    )
+    keys, values = _aligned(k).transpose(0, 1)[None], _aligned(v).transpose(0, 1)[None]
+    result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=spec.scale)
     out.copy_(_unfold(result[0], q.shape[0]))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """torch's fused kernels on a GPU read rows of 16 bytes unasked: others raise a misaligned address."""
+    aligned = all(stride % 4 == 0 for stride in x.stride()[:2]) and x.storage_offset() % 4 == 0
+    return x if aligned or x.device.type == "cpu" else x.contiguous()
 
 
 def _explicit(

@@ -76,7 +76,7 @@ def fill_mask(plan: Plan) -> None:
 
 def fill_mask_offsets(rows: torch.Tensor, columns: torch.Tensor, out: torch.Tensor) -> None:
     """`out int64 [B + 1]`: where each request's `rows * columns` cells start (`rows`, `columns` `[B]`)."""
-    out[0] = 0
+    out[:1].zero_()  # a number assigned to an element is a copy that the host waits for
     torch.cumsum(rows.long() * columns.long(), 0, out=out[1:])
 
 

@@ -14,7 +14,7 @@ __all__ = ["fill_block_table", "fill_csr", "fill_kv_extent", "fill_offsets", "fi
 
 def fill_offsets(lens: torch.Tensor, out: torch.Tensor) -> None:
     """Exclusive prefix sum: `out int32 [B + 1]` from `lens int32 [B]`."""
-    out[0] = 0
+    out[:1].zero_()  # a number assigned to an element is a copy that the host waits for
     torch.cumsum(lens, 0, dtype=torch.int32, out=out[1:])
 
 

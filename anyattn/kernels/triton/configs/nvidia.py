@@ -74,5 +74,5 @@ EXTEND = (
         block_m=16,
         tile=Tile(16, 8, 2),
     ),
-    _extend(architectures=_ALL, max_dim=256, max_itemsize=4, block_m=16, tile=Tile(16, 4, 2)),
+    _extend(architectures=_ALL, max_dim=256, max_itemsize=4, block_m=16, tile=Tile(16, 8, 2)),
 )
