@@ -58,7 +58,7 @@ def test_unknown_emulators_are_named() -> None:
 
 @pytest.mark.parametrize("name", EMULATORS)
 def test_every_emulator_is_for_a_chip_that_can_be_simulated(name: str) -> None:
-    assert facts_of(None, EMULATORS[name].host).target == EMULATORS[name].host
+    assert EMULATORS[name].host.startswith(facts_of(None, EMULATORS[name].host).target)
     with emulating(name) as emulator:
         assert emulator.modules()
 

@@ -165,6 +165,8 @@ def check_call(call: Forward, build: Build) -> None:
         check(call.page_table.dtype == torch.int32, "page_table must have dtype torch.int32")
         check(call.page_table.stride(-1) == 1, "page_table must have contiguous last dimension")
         check(call.page_table.shape[0] == batch, "batch_size must be equal to batch_size_k")
+    elif call.cu_seqlens_k is None:
+        check(call.k.shape[0] == batch, "batch_size must be equal to batch_size_k")
     ragged_q, ragged_k = call.cu_seqlens_q is not None, call.cu_seqlens_k is not None
     check(not ragged_q or call.max_seqlen_q is not None, "max_seqlen_q must be provided if cu_seqlens_q is")
     check(not ragged_k or call.max_seqlen_k is not None, "max_seqlen_k must be provided if cu_seqlens_k is")

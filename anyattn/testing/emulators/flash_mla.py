@@ -92,13 +92,11 @@ def get_mla_decoding_metadata(
     seqlens_k: Tensor, num_q_tokens_per_head_k: int, h_k: int, h_q: int | None = None,
     is_fp8_kvcache: bool = False, topk: int | None = None, use_legacy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(schedule `[parts, 8]`, splits `[B + 1]`), int32; for dense fp8, which has no other way."""
+    """(schedule `[parts, 8]`, splits `[B + 1]`), int32; dense fp8 has no other way."""
     dense_fp8 = is_fp8_kvcache and topk is None
     assert use_legacy or not dense_fp8, "dense fp8 decoding exists only on the legacy side"
     if topk is not None:
         raise EmulationError("sparse attention isn't emulated", asked=topk, allowed="topk=None")
-    if not dense_fp8:
-        raise EmulationError("this schedule isn't emulated", asked="bf16", allowed="is_fp8_kvcache=True")
     return _schedule(seqlens_k, num_q_tokens_per_head_k, h_k)
 
 
