@@ -81,6 +81,7 @@ class Traits:
 
     `tree_mask` is the form that verification reads cheapest: QLEN_ONLY says that both are read as they
     are; otherwise the compiler spells QLEN_ONLY out. `strategies` are those that extends may be computed by.
+    `rounds_queries`: absorbed queries are rounded to the KV dtype, for a kernel that takes both alike.
     """
 
     host_lengths: HostLengthNeed = HostLengthNeed.EXACT
@@ -93,6 +94,7 @@ class Traits:
     tolerates_nan_tail: bool = False
     tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK
     strategies: tuple[Strategy, ...] = (Strategy.PAGED,)
+    rounds_queries: bool = False
 
     @staticmethod
     def combine(children: Iterable[Traits]) -> Traits:
@@ -118,4 +120,5 @@ class Traits:
             tolerates_nan_tail=all(t.tolerates_nan_tail for t in items),
             tree_mask=forms.pop() if len(forms) == 1 else TreeMaskMode.FULL_MASK,
             strategies=tuple(s for s in items[0].strategies if all(s in t.strategies for t in items)),
+            rounds_queries=any(t.rounds_queries for t in items),
         )

@@ -106,9 +106,9 @@ def gathered(reports: Iterable[tuple[str, Report]], faults: Iterable[str] = ()) 
     """One outcome of several judged steps, each with a name for its faults."""
     error, tolerance, found = 0.0, 0.0, [*faults]
     for name, report in reports:
-        tolerance = report.case.tolerance()
+        tolerance = max(tolerance, report.tolerance)
         found += [f"{name}: {fault}" for fault in report.faults]
-        if not report.error <= report.case.tolerance():
+        if not report.error <= report.tolerance:
             found.append(f"{name}: error {report.error:.3g}")
         error = max(error, report.error)
     return Outcome(error, tolerance, tuple(dict.fromkeys(found)))
@@ -117,4 +117,4 @@ def gathered(reports: Iterable[tuple[str, Report]], faults: Iterable[str] = ()) 
 def numbers(subject: Subject, case: Case) -> Outcome:
     """The step against the float64 oracle; inputs, tables and all other slots stay as they are."""
     report = check_case(case, backend=subject.declared.name, device=subject.device, host=subject.host)
-    return Outcome(report.error, case.tolerance(), report.faults)
+    return Outcome(report.error, report.tolerance, report.faults)

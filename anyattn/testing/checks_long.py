@@ -47,6 +47,9 @@ def rechunked(subject: Subject, case: Case) -> Outcome:
     """A windowed prompt of several tiles, cut at several places: the same bits, where that is declared."""
     if subject.declared.determinism() < 2:
         raise Skip("doesn't declare batch invariance")
+    refused = subject.declared.refusal(case, "batch-invariant")
+    if refused is not None:
+        raise Skip(refused)
     if case.dtype != case.kv_dtype:
         raise Skip("quantised KV is attended to as given in its own step and as stored in later ones")
     (total,) = case.extend_lens

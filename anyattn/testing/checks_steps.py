@@ -126,6 +126,9 @@ def batch_invariant(subject: Subject, case: Case) -> Outcome:
     """Alone = batched = re-chunked, bit for bit, where that is declared."""
     if subject.declared.determinism() < 2:
         raise Skip("doesn't declare batch invariance")
+    refused = subject.declared.refusal(case, "batch-invariant")
+    if refused is not None:
+        raise Skip(refused)
     options = {"deterministic": "batch-invariant"}
     batched = run_step(build_step(subject.world(case, **options)))
     assert batched.out is not None

@@ -11,6 +11,7 @@ from anyattn.core.capabilities import BackendRecord, CapabilityRow, Feature, Mod
 from anyattn.core.dtypes import is_fp8, torch_dtype
 from anyattn.core.facts import HostFacts
 from anyattn.core.select.decision import Rejected
+from anyattn.core.select.libraries import library_reasons
 from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.validate import validate
 from anyattn.errors import SelectionError
@@ -73,7 +74,7 @@ class Declared:
         joint = [p for p in (Phase.PREFILL, Phase.DECODE) if p in self.phases]
         return tuple(dict.fromkeys([*joint, phase]))
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: Case, deterministic: str | None = None) -> str | None:
         """Why the backend doesn't declare this case, or None: the same judgement as selection's."""
         if self.interpreted and is_fp8(torch_dtype(case.kv_dtype)):
             return _INTERPRETED_FP8
@@ -84,6 +85,7 @@ class Declared:
             page_size=case.page_size,
             layout=case.layout,
             features=case_features(case),
+            deterministic=deterministic,
         )
         for phase in self.needed(case.mode):
             verdict = validate(self.record, phase, request, self.facts)
@@ -147,6 +149,8 @@ def declared(backend: str, device: str | None = None, host: str | None = None) -
             allowed=_where(record) if not rows else "a backend with an adapter for dense models",
             hint=f"`anyattn backends` lists what {facts.target} can run",
         )
+    # Cases come from the rows of the libraries that are there: others would be refused one by one.
+    rows = tuple(row for row in rows if not library_reasons(row, facts)) or rows
     interpreted = facts.platform == "cpu" and _needs_triton(rows)
     return Declared(record, facts, rows, interpreted, emulated=host is not None)
 

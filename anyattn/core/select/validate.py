@@ -172,14 +172,18 @@ def is_near(verdict: Rejected) -> bool:
 def judge_rows(
     record: BackendRecord, phase: Phase, request: Request, facts: HostFacts
 ) -> tuple[tuple[CapabilityRow, Verdict], ...]:
-    """A verdict on each row for this model kind, phase and chip: passing first, then nearest first."""
+    """A verdict on each row for this model kind, phase and chip: passing first, then nearest first.
+
+    Of two as near, the one whose libraries are there: its reason is about what was asked.
+    """
     peers = _peers(record, phase, request.kinds, facts)
     unbuilt = _not_built(record, request.model_kind, facts)
     judged = []
     for row in peers:
-        reasons = [*library_reasons(row, facts), *request_reasons(row, phase, request, peers), *unbuilt]
-        judged.append((row, _verdict(row, reasons)))
-    return tuple(sorted(judged, key=lambda item: distance(item[1])))
+        missing = library_reasons(row, facts)
+        verdict = _verdict(row, [*missing, *request_reasons(row, phase, request, peers), *unbuilt])
+        judged.append((distance(verdict), bool(missing), row, verdict))
+    return tuple((row, verdict) for *_, row, verdict in sorted(judged, key=lambda item: item[:2]))
 
 
 def validate(record: BackendRecord, phase: Phase, request: Request, facts: HostFacts) -> Verdict:

@@ -1,0 +1,178 @@
+"""What the layers of a step pass to FlashAttention: arguments by plan group, from shapes and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anyattn.backends.cuda.flash_providers import FlashFunction, FlashLibrary
+from anyattn.backends.cuda.flash_tree import TreeRows
+from anyattn.core.backend_config import BackendConfig
+from anyattn.core.batch import ForwardMode
+from anyattn.core.call import step_kind
+from anyattn.core.dtypes import is_fp8
+from anyattn.core.groups import PlanGroup
+from anyattn.core.plan import Plan, Table
+from anyattn.core.spec import AttentionKind
+from anyattn.core.traits import Determinism
+
+__all__ = ["FlashPlanner", "FlashStep", "GroupCall", "query_rows"]
+
+_EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
+
+
+@dataclass(eq=False)
+class GroupCall:
+    """What every layer of a plan group passes in a step.
+
+    Attributes:
+        function, arguments: what is called, with its keyword arguments. table: None = keys are arguments.
+        schedule: arguments of the build's scheduler, whose result holds for layers of `heads` query heads.
+        scheduled: `arguments` with that result; its tensor keeps its address under graphs.
+        fresh: the same over k and v alone, for layers that pass them in a step without cached keys.
+    """
+
+    function: FlashFunction
+    arguments: dict[str, Any]
+    table: Table | None
+    heads: int
+    causal: bool
+    schedule: dict[str, Any] | None = None
+    scheduled: dict[str, Any] | None = None
+    fresh: GroupCall | None = None
+
+
+@dataclass(eq=False)
+class FlashStep:
+    """`Plan.private`: the calls of a step.
+
+    `rows`: query rows that belong to requests, where the host knows; the kernels are given no more.
+    `clear`: rows behind them are written by nobody and must be finite.
+    """
+
+    rows: int | None
+    clear: bool
+    calls: dict[PlanGroup, GroupCall] = field(default_factory=dict)
+    tree: TreeRows | None = None
+
+
+def query_rows(plan: Plan, in_capture: bool) -> int | None:
+    """Query rows that belong to requests, padded ones included; None where the host can't know."""
+    return None if plan.host_extend_lens is None or in_capture else sum(plan.host_extend_lens)
+
+
+class FlashPlanner:
+    """Makes a step's calls, and the schedule that all layers of a plan group share.
+
+    Args:
+        splits: parts that a request's keys are cut into, 0 = the library chooses.
+    """
+
+    def __init__(self, library: FlashLibrary, config: BackendConfig, splits: int) -> None:
+        self.library, self.config, self.splits = library, config, splits
+        exact = config.pool.kv_dtype == config.dtype
+        latent = any(group.mla for group in config.groups.plan_groups)
+        invariant = config.deterministic is Determinism.BATCH_INVARIANT
+        self._may_skip_pool = exact and not (latent or invariant)
+        self._key_dtype = config.pool.kv_dtype if is_fp8(config.pool.kv_dtype) else config.dtype
+        self._held: dict[PlanGroup, torch.Tensor] = {}
+
+    def calls(self, plan: Plan, *, in_capture: bool) -> dict[PlanGroup, GroupCall]:
+        """One call for each plan group."""
+        groups = self.config.groups.plan_groups
+        return {group: self._call(plan, group, in_capture=in_capture) for group in groups}
+
+    def _call(self, plan: Plan, group: PlanGroup, *, in_capture: bool) -> GroupCall:
+        kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
+        causal = kind is AttentionKind.CAUSAL
+        common: dict[str, Any] = {
+            "cu_q": plan.query_offsets,
+            "max_q": max(1, plan.max_q_len),
+            "scale": group.scale,
+            "causal": causal,
+            "cap": group.logit_cap,
+            "window": _window(group, causal),
+            "splits": self.splits,
+        }
+        table = plan.tables.get(group.table)
+        if table is None:
+            return self._ragged(plan, group, common)
+        function = self.library.paged
+        arguments = function.bind(
+            table=table.blocks,
+            used=table.kv_lens,
+            max_k=_widest(table) if "implementation" in function.names else None,  # vLLM's has no default
+            **common,
+        )
+        call = GroupCall(function, arguments, table, self.config.groups.max_q_heads[group], causal)
+        masked = plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS
+        if self.library.schedule is not None and not masked:
+            call.schedule = self._schedule(plan, group, table, common)
+        if self._is_fresh(plan, group) and not (masked or in_capture):
+            call.fresh = self._ragged(plan, group, common)
+        return call
+
+    def _ragged(self, plan: Plan, group: PlanGroup, common: dict[str, Any]) -> GroupCall:
+        function, heads = self.library.ragged, self.config.groups.max_q_heads[group]
+        arguments = function.bind(cu_k=plan.query_offsets, max_k=common["max_q"], **common)
+        return GroupCall(function, arguments, None, heads, common["causal"])
+
+    def _is_fresh(self, plan: Plan, group: PlanGroup) -> bool:
+        """k and v are all there is, and the same bits as in the pool: then nothing need be paged."""
+        known = plan.host_seq_lens is not None and plan.key.mode in _EXTENDS
+        own = self._may_skip_pool and group.table.kind is not AttentionKind.CROSS
+        return known and own and plan.host_seq_lens == plan.host_extend_lens
+
+    def _schedule(self, plan: Plan, group: PlanGroup, table: Table, common: dict[str, Any]) -> dict[str, Any]:
+        """As the layers will be called: the kernel takes the result on trust, bounds of splits included."""
+        function = self.library.schedule
+        assert function is not None
+        bound = function.bind(
+            heads_q=self.config.groups.max_q_heads[group],
+            heads_kv=group.num_kv_heads,
+            used=table.kv_lens,
+            max_k=_widest(table),
+            **{name: common[name] for name in ("cu_q", "max_q", "causal", "window", "splits")},
+        )
+        return bound | {
+            "batch_size": plan.key.num_requests,
+            "headdim": group.head_dim,
+            "headdim_v": group.v_head_dim,
+            "qkv_dtype": self._key_dtype,
+            "page_size": table.form.kernel_page,
+            "has_softcap": group.logit_cap is not None,
+        }
+
+    def fill(self, step: FlashStep, *, stable: bool) -> None:
+        """Device half: the schedules. `stable`: at addresses that graphs may keep."""
+        schedule = self.library.schedule
+        for group, call in step.calls.items():
+            if call.schedule is not None and schedule is not None:
+                fresh = schedule.call(**call.schedule)
+                settled = self._settled(group, fresh) if stable else fresh
+                call.scheduled = {**call.arguments, call.function.names["metadata"]: settled}
+
+    def _settled(self, group: PlanGroup, fresh: torch.Tensor) -> torch.Tensor:
+        """`fresh` in memory of fixed address, with nothing of an earlier step behind it."""
+        size, held = fresh.shape[0], self._held.get(group)
+        if held is None or held.shape[0] < size:
+            # Up to four vectors with an entry a request, each rounded up to 4, and a counter.
+            room = max(size, 4 * (self.config.limits.max_requests + 4) + 4)
+            held = self._held[group] = torch.zeros(room, dtype=fresh.dtype, device=fresh.device)
+        held[size:].zero_()
+        return held[:size].copy_(fresh)
+
+
+def _widest(table: Table) -> int:
+    """Keys that a row of the table has room for: what the kernels bound a request by."""
+    return table.blocks.shape[1] * table.form.kernel_page
+
+
+def _window(group: PlanGroup, causal: bool) -> tuple[int, int] | None:
+    """Keys left and right of a query's own that it sees: W keys with itself are W - 1 to its left."""
+    size = group.table.window
+    if size is None or group.table.kind is AttentionKind.CROSS:
+        return None
+    return size - 1, 0 if causal else size - 1
