@@ -18,6 +18,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/anyattn lint --quiet anyattn
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -197,7 +197,7 @@ class AttentionBackend(StepBackend):
         """Prefill chunks and decode rows together; by default an extend."""
         self.forward_extend(call)
 
-    def forward(
+    def forward(  # anyattn: in-graph
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,

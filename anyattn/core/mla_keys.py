@@ -38,7 +38,7 @@ class KeyPart:
         """Keys of the request that has most here."""
         return max(self.lens, default=0)
 
-    def fill(self, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:
+    def fill(self, req_to_token: torch.Tensor, rows: torch.Tensor) -> None:  # anyattn: in-graph
         """Slots from the request table; no host sync."""
         count = rows.shape[0]
         index = torch.arange(self.total, device=rows.device)

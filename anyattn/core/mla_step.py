@@ -61,7 +61,7 @@ class MLAPlanner:
             first, *others = key_parts([(prefix, new), *chunks], self._uploader)
             plan.mla_keys = MLAKeys(first, tuple(others))
 
-    def fill(self, plan: Plan) -> None:
+    def fill(self, plan: Plan) -> None:  # anyattn: in-graph
         """Device half: slots of every part."""
         if plan.mla_keys is not None:
             for part in (plan.mla_keys.new, *plan.mla_keys.prefix):

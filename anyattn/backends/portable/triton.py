@@ -96,7 +96,7 @@ class TritonAttention(AttentionBackend):
         if layer.spec.kv_shared_with is None:
             kernels.kv_write(k, v, self._cache(layer.layer_id), loc)
 
-    def forward_decode(self, call: AttentionCall) -> None:
+    def forward_decode(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Split-KV decode over everything in the pool."""
         if self._invariant or not call.stored or call.table is None:
             self.forward_extend(call)
@@ -112,7 +112,7 @@ class TritonAttention(AttentionBackend):
             call.out, call.lse,
         )  # fmt: skip
 
-    def forward_extend(self, call: AttentionCall) -> None:
+    def forward_extend(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Cached keys through the table, this step's own from k and v where they were given."""
         plan, table = call.plan, call.table
         cross = call.layer.spec.kind is AttentionKind.CROSS

@@ -110,7 +110,7 @@ class MetadataCompiler:
                 plan.tables[group] = self._new_table(index, group, plan, take)
         return plan
 
-    def fill(self, plan: Plan) -> None:
+    def fill(self, plan: Plan) -> None:  # anyattn: in-graph
         """Device half: static shapes, no host sync; may be recorded in a graph."""
         if self.filler is None or plan.strategy is Strategy.RAGGED_MERGE:
             self._fill_tables(plan)

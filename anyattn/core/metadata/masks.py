@@ -61,7 +61,7 @@ def _full_size(plan: Plan) -> int:
     return sum(d * n for d, n in zip(plan.host_extend_lens, plan.host_seq_lens, strict=True))
 
 
-def fill_mask(plan: Plan) -> None:
+def fill_mask(plan: Plan) -> None:  # anyattn: in-graph
     """Device half for a `VerifyMask`: offsets, and the cells where QLEN_ONLY has to be spelled out."""
     mask = plan.batch.mask
     if not isinstance(mask, VerifyMask):

@@ -12,13 +12,15 @@ from anyattn.core.plan import Table, TableKind
 __all__ = ["fill_block_table", "fill_csr", "fill_kv_extent", "fill_offsets", "fill_positions", "fill_table"]
 
 
-def fill_offsets(lens: torch.Tensor, out: torch.Tensor) -> None:
+def fill_offsets(lens: torch.Tensor, out: torch.Tensor) -> None:  # anyattn: in-graph
     """Exclusive prefix sum: `out int32 [B + 1]` from `lens int32 [B]`."""
     out[:1].zero_()  # a number assigned to an element is a copy that the host waits for
     torch.cumsum(lens, 0, dtype=torch.int32, out=out[1:])
 
 
-def fill_positions(offsets: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor) -> None:
+def fill_positions(
+    offsets: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor
+) -> None:  # anyattn: in-graph
     """`out int64 [T]`: prefix + index in the request; 0 behind the last request (padding)."""
     index = torch.arange(out.shape[0], device=out.device)
     row = torch.searchsorted(offsets[1:], index, right=True)
@@ -79,7 +81,7 @@ def fill_block_table(
     out.copy_(torch.where(column < counts[:, None], entry, torch.full_like(entry, fill)))
 
 
-def fill_table(
+def fill_table(  # anyattn: in-graph
     table: Table, source: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
     prefix_lens: torch.Tensor, window: int | None,
 ) -> None:  # fmt: skip

@@ -44,7 +44,7 @@ def prepare_windows(plan: Plan, pool: KVPool, take: Take) -> None:
             plan.window_locs[window] = take(f"out_cache_loc.window{window}", tuple(loc.shape), torch.int64)
 
 
-def fill_windows(plan: Plan, pool: KVPool) -> None:
+def fill_windows(plan: Plan, pool: KVPool) -> None:  # anyattn: in-graph
     """Device half, after the tables: static shapes, no host sync."""
     if plan.listed_loc is not None:
         full = pool.table_map(TableGroup())

@@ -46,7 +46,7 @@ class FusedFiller:
         self.table = table
         self._chunk, self._block_b, self._programs = chunk, block_b, programs
 
-    def __call__(self, plan: Plan) -> None:
+    def __call__(self, plan: Plan) -> None:  # anyattn: in-graph
         """Fill offsets, positions and every table of `plan`."""
         groups = tuple(plan.tables.items())
         for first in range(0, max(1, len(groups)), SLOTS):
