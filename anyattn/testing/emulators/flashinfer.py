@@ -1,15 +1,51 @@
-"""Stand-in for FlashInfer 0.7 (`flashinfer-python`)."""
+"""Stand-in for FlashInfer 0.7 (`flashinfer-python`), written from the sources of 0.7.2.post1.
+
+Not emulated, and refused: positions inside kernels (RoPE, ALiBi), NVFP4, `jit_args`, and the inner backends
+cudnn, cutlass, cutile, cute-dsl-prims and cake.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
+from anyattn.testing.emulators import (
+    flashinfer_decode,
+    flashinfer_prefill,
+    flashinfer_ragged,
+    flashinfer_states,
+)
+from anyattn.testing.emulators.flashinfer_common import host_reads
 from anyattn.testing.emulators.modules import module_tree
 
-__all__ = ["modules"]
+__all__ = ["VERSION", "modules"]
+
+VERSION = "0.7.2.post1"
+
+_HOMES: dict[str, tuple[ModuleType, ...]] = {
+    "flashinfer.decode": (flashinfer_decode,),
+    "flashinfer.prefill": (flashinfer_prefill, flashinfer_ragged),
+    "flashinfer.cascade": (flashinfer_states,),
+    "flashinfer.page": (flashinfer_states,),
+}
+_ELSEWHERE = {
+    "BatchAttentionWithAttentionSinkWrapper": "flashinfer.attention",
+    "merge_state": "flashinfer.cascade",
+    "merge_state_in_place": "flashinfer.cascade",
+    "merge_states": "flashinfer.cascade",
+}
+_NOT_AT_THE_TOP = frozenset({"fast_decode_plan"})
 
 
 def modules() -> Mapping[str, ModuleType]:
-    """Fresh modules of the library."""
-    return module_tree({"flashinfer": {"__version__": "0.7.2.post1"}})
+    """Fresh modules of the library, as `import flashinfer` leaves them."""
+    host_reads.clear()
+    tree: dict[str, dict[str, Any]] = {"flashinfer": {"__version__": VERSION}, "flashinfer.attention": {}}
+    for home, sources in _HOMES.items():
+        tree.setdefault(home, {})
+        for source in sources:
+            for name in source.__all__:
+                tree.setdefault(_ELSEWHERE.get(name, home), {})[name] = getattr(source, name)
+                tree["flashinfer"][name] = getattr(source, name)
+    return module_tree(tree)
