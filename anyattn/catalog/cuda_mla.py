@@ -27,6 +27,7 @@ from anyattn.catalog.building import (
 )
 from anyattn.catalog.cuda_flashinfer import EACH_TOOLKIT, FLASHINFER
 from anyattn.core.capabilities import (
+    CapabilityRow,
     Feature,
     FormSpec,
     HeadDims,
@@ -47,8 +48,6 @@ __all__ = [
 
 _WRAPPER: dict[str, Any] = {
     "kinds": (ModelKind.MLA,),
-    "phases": (PREFILL, DECODE, VERIFY, DRAFT),
-    "features": (Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
     "determinism": 1,
     "pages": ANY_PAGE,
     "form": FormSpec("page_csr"),
@@ -56,42 +55,68 @@ _WRAPPER: dict[str, Any] = {
     "host_lengths": 2,
     "graph": 1,
 }
+_WRAPPED = (Feature.LSE, Feature.CUSTOM_SCALE, Feature.Q_ROPE)
+_WHOLE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Head counts whose tokens fill tiles of 64 or 128 rows. Others lose a key where a causal step's tile cuts a
+token (`_validate_fa_causal_tile_bound`, _fa_common.py of 0.7.2); one token a request isn't causal."""
+
+
+def _wrapper(
+    latents: HeadDims, *dtypes: str, features: tuple[Feature, ...] = (), **fields: Any
+) -> tuple[CapabilityRow, ...]:
+    """Decode for any head count, the causal phases for whole tokens; prefill may be materialised."""
+    both = HeadDims(pairs=(*latents.pairs, MATERIALISED))
+    phases: tuple[dict[str, Any], ...] = (
+        {"phases": (PREFILL,), "head_dims": both, "q_heads": _WHOLE_TOKENS},
+        {"phases": (DECODE,), "head_dims": latents},
+        {"phases": (VERIFY, DRAFT), "head_dims": latents, "q_heads": _WHOLE_TOKENS},
+    )
+    return tuple(
+        row
+        for phase in phases
+        for row in per_dtype(
+            *dtypes,
+            features=(*_WRAPPED, *features, *((Feature.RAGGED_VERIFY,) if VERIFY in phase["phases"] else ())),
+            **phase,
+            **fields,
+            **_WRAPPER,
+        )
+    )
+
 
 FLASHINFER_MLA_ROWS = (
-    *per_dtype(
+    *_wrapper(
+        LATENTS,
         *HALVES,
         architectures=arch.SM90,
         providers=(FLASHINFER,),
         runtime=">=12.3",
-        head_dims=LATENTS,
         method="fa3 MLA, ragged prefill",
         source="vendor-apis §2.3, §2.9; flashinfer/mla/_batch_mla/_backends/_fa_common.py of 0.7.2",
-        **_WRAPPER,
     ),
-    *per_dtype(
+    *_wrapper(
+        HeadDims(pairs=(LATENT,)),
         "bfloat16",
         fp8=(E4M3,),
         same=False,
         architectures=arch.SM90,
         providers=(FLASHINFER_07,),
         runtime=">=12.3",
-        head_dims=HeadDims(pairs=(LATENT,)),
+        features=(Feature.KV_SCALES,),
         method="fa3 MLA, fp8 KV",
         source="_fa_common.py of 0.7.2: fp8 KV on SM90 with bf16 Q alone, one scale per tensor",
-        **{**_WRAPPER, "features": (*_WRAPPER["features"], Feature.KV_SCALES)},
     ),
     *(
         row
         for chips, runtime in EACH_TOOLKIT
-        for row in per_dtype(
+        for row in _wrapper(
+            HeadDims(pairs=(LATENT,)),
             *HALVES,
             architectures=chips,
             providers=(FLASHINFER,),
             runtime=runtime,
-            head_dims=HeadDims(pairs=(LATENT,)),
             method="fa2 MLA, ragged prefill",
             source="_fa_common.py of 0.7.2: from SM80 on; 92,704 bytes of shared memory fit all",
-            **_WRAPPER,
         )
     ),
     *(
@@ -110,11 +135,12 @@ FLASHINFER_MLA_ROWS = (
             pages=PageSizes((16, 32, 64, 128)),
             form=block_table(width_multiple=8),
             layouts=(NHD, HND),
-            features=(Feature.CUSTOM_SCALE,),
+            features=(Feature.CUSTOM_SCALE, Feature.Q_ROPE, Feature.KV_SCALES),
             host_lengths=1,
             graph=1,
             method="xqa MLA",
-            source="vendor-apis §2.9; xqa_backend.py of 0.7.2: 128 heads, one query token, no LSE",
+            source="vendor-apis §2.9; flashinfer/mla/_core.py of 0.7.2: 128 heads, one query token, no LSE; "
+            "fp8 KV takes fp8 queries",
         )
     ),
 )
@@ -146,7 +172,7 @@ FLASHMLA_ROWS = (
     *per_dtype(
         *HALVES,
         providers=(*FLASHMLA_PROVIDERS, *_SGL_KERNEL),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE),
+        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.Q_ROPE),
         method="dense decode",
         source="vendor-apis §5 (sgl-flash-mla: use_legacy=True); uniform query lengths; prefill is another's",
         **_FLASHMLA,
@@ -155,10 +181,11 @@ FLASHMLA_ROWS = (
         "bfloat16",
         fp8=(E4M3,),
         same=False,
-        providers=(FLASHMLA_PROVIDERS[0], *_SGL_KERNEL),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
-        method="dense decode, fp8 KV",
-        source="vendor-apis §5: descales exist in the sgl builds only",
+        providers=(FLASHMLA_PROVIDERS[0],),
+        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.Q_ROPE, Feature.KV_SCALES),
+        method="dense decode, fp8 KV and queries",
+        source="sgl-flash-mla 1.0.0, dense_fp8_python_api.cpp: q and KV both e4m3; sglang-kernel's op is "
+        "switched off (sgl_kernel/flash_mla.py raises), tokenspeed's build takes no descales",
         **_FLASHMLA,
     ),
 )
@@ -168,37 +195,52 @@ FLASHMLA_ROWS = (
 _MLA: dict[str, Any] = {
     "kinds": (ModelKind.MLA,),
     "architectures": arch.SM100_103,
-    "fp8": (E4M3,),
     "runtime": ">=12.8",
     "pages": PageSizes((32, 64)),
     # A row of the table covers whole blocks of 128 tokens: 128 / 32 entries.
     "form": block_table(width_multiple=4),
     "layouts": (NHD, HND),
-    "host_lengths": 1,
-    "graph": 1,
+}
+_TABLES: dict[str, Any] = {"host_lengths": 1, "graph": 1, **_MLA}
+_SCALED = (Feature.CUSTOM_SCALE, Feature.Q_ROPE, Feature.KV_SCALES)
+_TRTLLM: dict[str, Any] = {
+    "fp8": (E4M3,),
+    "providers": (FLASHINFER_07,),
+    "q_heads": (*range(1, 65), 128),
 }
 
 TRTLLM_MLA_ROWS = (
     *per_dtype(
         "bfloat16",
         phases=(DECODE, VERIFY),
-        providers=(FLASHINFER_07,),
         head_dims=LATENTS,
-        q_heads=(*range(1, 65), 128),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES, Feature.RAGGED_VERIFY),
+        features=(Feature.LSE, *_SCALED),
         method="trtllm-gen MLA",
-        source="vendor-apis §2.9; trtllm_gen_backend.py of 0.7.2: not 65 to 127 heads; never SM12x",
-        **_MLA,
+        source="vendor-apis §2.9; flashinfer/mla/_core.py of 0.7.2: not 65 to 127 heads; never SM12x; "
+        "fp8 KV takes fp8 queries",
+        **_TRTLLM,
+        **_TABLES,
     ),
     *per_dtype(
         "bfloat16",
-        phases=(PREFILL, DRAFT),
-        providers=(FLASHINFER_07,),
-        head_dims=HeadDims(pairs=(MATERIALISED, LATENT)),
-        q_heads=(*range(1, 65), 128),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
+        phases=(VERIFY, DRAFT),
+        head_dims=LATENTS,
+        features=(Feature.RAGGED_VERIFY, *_SCALED),
+        method="trtllm-gen MLA, ragged queries",
+        source="flashinfer/mla/_core.py of 0.7.2: no LSE with cum_seq_lens_q; sglang-facts §3.2",
+        **_TRTLLM,
+        **_TABLES,
+    ),
+    *per_dtype(
+        "bfloat16",
+        phases=(PREFILL,),
+        head_dims=HeadDims(pairs=(MATERIALISED,)),
+        features=(Feature.LSE, *_SCALED),
+        host_lengths=2,
         method="trtllm-gen ragged, materialised",
-        source="sglang-facts §3.1, §5.7; draft-extend: sglang-facts §3.2",
+        source="trtllm_ragged_attention_deepseek of 0.7.2: base-2 LSE, rows without keys by host lengths; "
+        "sglang-facts §3.1, §5.7",
+        **_TRTLLM,
         **_MLA,
     ),
 )
@@ -206,30 +248,42 @@ TRTLLM_MLA_ROWS = (
 _TOKENSPEED = Provider("tokenspeed-mla", ">=2.0.3", ("tokenspeed_mla",))
 _CUTEDSL = Provider("flashinfer-python", ">=0.6.15", ("flashinfer",))
 _DSL = (Provider("nvidia-cutlass-dsl", ">=4.6.2", ("cutlass",)),)
+_CUTE: dict[str, Any] = {
+    "phases": (DECODE, VERIFY),
+    "head_dims": HeadDims(pairs=(LATENT,)),
+    "q_heads": tuple(range(1, 129)),
+    **_TABLES,
+}
+_TOKENSPEED_ROW: dict[str, Any] = {
+    "providers": (_TOKENSPEED,),
+    "requires": (Provider("nvidia-cutlass-dsl", ">=4.8", ("cutlass",)),),
+    "method": "CuTe decode (tokenspeed-mla)",
+    "source": "vendor-apis §6, §1.7; decode only: prefill is another backend's (sglang-facts §3.1); fp8 KV "
+    "takes fp8 queries and gives bf16 (mla_decode.py of 2.0.4)",
+    **_CUTE,
+}
 
 CUTEDSL_MLA_ROWS = (
     *per_dtype(
         *HALVES,
-        phases=(DECODE, VERIFY),
-        providers=(_TOKENSPEED,),
-        requires=(Provider("nvidia-cutlass-dsl", ">=4.8", ("cutlass",)),),
-        head_dims=HeadDims(pairs=(LATENT,)),
-        q_heads=tuple(range(1, 129)),
-        features=(Feature.WINDOW, Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
-        method="CuTe decode (tokenspeed-mla)",
-        source="vendor-apis §6, §1.7; decode only: prefill is another backend's (sglang-facts §3.1)",
-        **_MLA,
+        features=(Feature.WINDOW, Feature.LSE, Feature.CUSTOM_SCALE, Feature.Q_ROPE),
+        **_TOKENSPEED_ROW,
     ),
     *per_dtype(
         "bfloat16",
-        phases=(DECODE, VERIFY),
+        fp8=(E4M3,),
+        same=False,
+        features=(Feature.WINDOW, Feature.LSE, *_SCALED),
+        **_TOKENSPEED_ROW,
+    ),
+    *per_dtype(
+        "bfloat16",
+        fp8=(E4M3,),
         providers=(_CUTEDSL,),
         requires=_DSL,
-        head_dims=HeadDims(pairs=(LATENT,)),
-        q_heads=tuple(range(1, 129)),
-        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.KV_SCALES),
+        features=(Feature.LSE, *_SCALED),
         method="CuTe decode (FlashInfer)",
         source="vendor-apis §2.9 (natural-log LSE), sglang-facts §3.1 (0.6.15 for 5 tokens and more)",
-        **_MLA,
+        **_CUTE,
     ),
 )

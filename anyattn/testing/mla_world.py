@@ -13,6 +13,8 @@ from anyattn.core.capabilities import Feature
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mla import MLAPool
 from anyattn.core.mla_layer import MLAProjections
+from anyattn.core.select.decision import Decision
+from anyattn.errors import SelectionError
 from anyattn.testing import oracle
 from anyattn.testing.mla_cases import MLACase
 from anyattn.testing.oracle import OracleRequest
@@ -20,6 +22,14 @@ from anyattn.testing.selecting import select_for
 from anyattn.testing.world import place_requests
 
 __all__ = ["MLAWorld", "mla_batch", "mla_facts"]
+
+_MODES = {
+    "decode": anyattn.ForwardMode.DECODE,
+    "extend": anyattn.ForwardMode.EXTEND,
+    "mixed": anyattn.ForwardMode.MIXED,
+    "verify": anyattn.ForwardMode.TARGET_VERIFY,
+    "draft_extend": anyattn.ForwardMode.DRAFT_EXTEND,
+}
 
 
 class MLAWorld:
@@ -40,15 +50,15 @@ class MLAWorld:
         self.rng, self.generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
         self.dtype, self.kv_dtype = torch_dtype(case.dtype), torch_dtype(case.kv_dtype)
         self.slots, pages = place_requests(case.seq_lens, case.page_size, case.slot_layout, self.rng)
-        self.decision = select_for(
-            [case.spec()],
+        self.decision = _decide(
+            case,
+            backend,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=device,
             host=host,
             page_size=case.page_size,
             layout=case.layout,
-            backend=backend,
             features=_features(case),
             limits=anyattn.Limits(
                 max_requests=case.batch_size + case.padding + 2,
@@ -88,7 +98,7 @@ class MLAWorld:
     def _poison(self) -> None:
         cache = self.pool.latent_cache(0)
         cache.copy_(torch.full(cache.shape, torch.nan).to(cache.dtype))
-        if not self.backend.traits(anyattn.ForwardMode.EXTEND).tolerates_nan_tail:
+        if not self.backend.traits(_MODES[self.case.mode]).tolerates_nan_tail:
             owned = torch.cat(self.slots) // self.case.page_size
             cache[owned.to(self.device)] = torch.zeros((), dtype=cache.dtype, device=self.device)
         shape = (self.pool.total_slots, self.case.rank + self.case.rope)
@@ -114,6 +124,18 @@ class MLAWorld:
         at, page = slots.to(self.device), self.case.page_size
         raw = self.pool.latent_cache(0)[at // page, at % page, 0].cpu().to(torch.float64)
         return raw * float(torch.tensor(self.case.kv_scale))
+
+
+def _decide(case: MLACase, backend: str | None, **options: Any) -> Decision:
+    """`backend` for all phases; if it doesn't serve them all, for the case's, beside the reference."""
+    try:
+        return select_for([case.spec()], backend=backend, **options)
+    except SelectionError:
+        if backend in (None, "torch_native"):
+            raise
+    role = case.mode if case.mode in ("decode", "verify") else "prefill"
+    roles = dict.fromkeys(("prefill", "decode", "verify"), "torch_native") | {role: backend}
+    return select_for([case.spec()], **roles, **options)
 
 
 def mla_facts(
@@ -192,5 +214,6 @@ def _features(case: MLACase) -> list[Feature]:
         Feature.KV_SCALES: case.kv_scale != 1.0,
         Feature.NO_CACHE_WRITE: case.kv == "arguments",
         Feature.Q_ROPE: case.apart,
+        Feature.RAGGED_VERIFY: case.mode == "verify" and len(set(case.extend_lens)) > 1,
     }
     return [feature for feature, asked in wanted.items() if asked]
