@@ -98,15 +98,23 @@ class _SyncOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: list[HostSync]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found, self.quiet = found, False
+        self._numbers: list[torch.Tensor] = []  # held, so that no other tensor takes their place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        why = None if self.quiet else refused_op(func, args, given)
+        why = None if self.quiet else refused_op(func, args, given, self._is_number)
         if why is not None:
             self._found.append(HostSync(str(func), why, str(here())))
-        return func(*args, **given)
+        out = func(*args, **given)
+        if func.overloadpacket.__name__ == "lift_fresh":
+            self._numbers.append(out)
+        return out
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return any(key == number.untyped_storage()._cdata for number in self._numbers)
 
 
 @dataclass

@@ -128,6 +128,8 @@ class _Visitor(ast.NodeVisitor):
         if isinstance(target, ast.Subscript):
             if self._locals.kind(target.slice) is Kind.MASK and self._is_tensor(value):
                 self._add("dynamic-shape", target, "a store of a tensor through a boolean mask")
+            if self._is_tensor(target.value) and _is_number(target.slice) and _is_number(value):
+                self._add("host-sync", target, "a number stored to one element is a copy; fill a slice")
             self.visit(target.value)
             self.visit(target.slice)
 
@@ -226,6 +228,12 @@ class _Visitor(ast.NodeVisitor):
                 self._add(*found)
                 break
         self.generic_visit(node)
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        node = node.operand
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float, bool)
 
 
 _Found = tuple[str, ast.expr, str] | None

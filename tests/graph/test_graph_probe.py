@@ -21,7 +21,10 @@ def test_syncs_are_reported_once_each_with_their_lines() -> None:
         assert X[X > 2].shape == (3,)
         assert X.tolist()[0] == 0.0
         assert (X + 1).sum().shape == ()
-    assert [sync.operation for sync in found] == ["__bool__", "aten.index.Tensor", "tolist"]
+        (X + 1)[:2] = 5.0
+        (X + 1)[0] = 5.0
+    operations = ["__bool__", "aten.index.Tensor", "tolist", "aten.copy_.default"]
+    assert [sync.operation for sync in found] == operations
     assert all("test_graph_probe.py" in sync.where for sync in found)
     assert "assert bool(X[1])" in str(found[0])
     assert bool(X[1]), "nothing is left behind"

@@ -55,7 +55,7 @@ def test_in_place_slices_and_numbers_are_recorded() -> None:
     x, index = torch.zeros(5), torch.tensor([1, 3])
 
     def body() -> None:
-        x[0] = 7
+        x[:1] = 7
         x[1:].add_(1)
         x.index_fill_(0, index, 9.0)
         x[x > 8] = 2.0

@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "tensor": (lambda: torch.tensor([1.0, 2.0]), "tensor"),
     "as_tensor": (lambda: torch.as_tensor([1.0, 2.0]), "as_tensor"),
     "new_tensor": (lambda: X.new_tensor([1.0]), "new_tensor"),
+    "element = number": (lambda: X.__setitem__(0, 0.0), "copy_"),
     "generator": (lambda: torch.rand(2, generator=torch.Generator()), "rand"),
     "sparse": (lambda: SQUARE.to_sparse(), "sparse"),
 }

@@ -83,6 +83,11 @@ class Memory:
         tracked = self.tracked[self.ref(tensor, "a Python number", where, inside=True).storage]
         tracked.kept, tracked.constant = tensor.untyped_storage(), True
 
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Was it given to `keep_constant`?"""
+        number = self._numbers.get(_key(tensor))
+        return number is not None and self.tracked[number].constant
+
     def finish(self) -> None:
         """After the body: what it allocated and somebody still holds becomes the graph's own."""
         for tracked in self.tracked:

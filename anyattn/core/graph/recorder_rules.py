@@ -32,6 +32,7 @@ _FROM_HOST = frozenset(("tensor", "as_tensor", "new_tensor", "asarray"))
 _SYNC = "it reads a device value on the host"
 _SHAPE = "the shape of its result depends on device values"
 _UNSEEN = "the kernel that it starts is unseen here; start it through record_call (a seam of the platform)"
+_NUMBER = "a number stored to one element is a copy that the host waits for; use x[i : i + 1].fill_(number)"
 _COPY = "it copies Python values to the device, and waits"
 
 
@@ -78,9 +79,16 @@ def refusal(operation: str, why: str, where: Where) -> GraphError:
     )
 
 
-def refused_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why an operation seen by a dispatch mode can't be captured; None = it can."""
+def refused_op(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_number: Callable[[torch.Tensor], bool]
+) -> str | None:
+    """Why an operation seen by a dispatch mode can't be captured; None = it can.
+
+    `is_number`: was this tensor made from a Python number (`lift_fresh`)? On a device it isn't there yet.
+    """
     name = func.overloadpacket.__name__
+    if name == "copy_" and is_number(args[1]):
+        return _NUMBER
     if name == "index":
         return _SHAPE if _has_mask(args[1]) else None
     if name in ("index_put", "index_put_", "_index_put_impl_"):

@@ -72,7 +72,7 @@ class Recording:
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record one operation that a kernel serves, and run it."""
         name = str(func)
-        why = refused_op(func, args, kwargs)
+        why = refused_op(func, args, kwargs, self.memory.is_constant)
         if why is not None:
             raise self.refuse(name, why)
         where, memory = here(), self.memory
