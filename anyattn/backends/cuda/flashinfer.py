@@ -158,11 +158,11 @@ class FlashInfer(AttentionBackend):
     def _over_table(
         self, wrapper: Any, q: torch.Tensor, layer: _Layer, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        """`lse` in base 2. Kernels write dense rows: other storage gets a copy."""
-        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+        """`lse` in base 2."""
+        if not _dense(out, lse):
             self._densely(lambda o, s: self._over_table(wrapper, q, layer, o, s), out, lse)
             return
-        q = _last_dense(q)
+        q = _aligned(q)
         if layer.sinks is not None:
             wrapper.run(q, layer.cache, layer.sinks, layer.layer.spec.scale, out=out)
             return
@@ -179,13 +179,13 @@ class FlashInfer(AttentionBackend):
         self, wrapper: Any, q: torch.Tensor, call: AttentionCall, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         """`lse` in base 2."""
-        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+        if not _dense(out, lse):
             self._densely(lambda o, s: self._over_own(wrapper, q, call, o, s), out, lse)
             return
         assert call.k is not None
         assert call.v is not None
-        k, v = (_last_dense(x[: q.shape[0]]) for x in (call.k, call.v))
-        wrapper.run(_last_dense(q), k, v, out=out, lse=lse, return_lse=lse is not None)
+        k, v = (_aligned(x[: q.shape[0]]) for x in (call.k, call.v))
+        wrapper.run(_aligned(q), k, v, out=out, lse=lse, return_lse=lse is not None)
 
     @staticmethod
     def _densely(run: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -238,9 +238,19 @@ class FlashInfer(AttentionBackend):
         )  # fmt: skip
 
 
-def _last_dense(x: torch.Tensor) -> torch.Tensor:
-    """Kernels take any stride but the last one."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Kernels load 16 bytes at a time from rows and heads of any other stride."""
+    unit = 16 // x.element_size()
+    row, head, last = x.stride()
+    if last == 1 and not (row % unit or head % unit or x.data_ptr() % 16):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _dense(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
+    """Kernels write dense rows."""
+    plain = out.is_contiguous() and not out.data_ptr() % 16
+    return plain and (lse is None or lse.is_contiguous())
 
 
 def _number(scale: KVScale) -> float | None:
