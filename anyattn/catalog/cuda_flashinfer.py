@@ -18,7 +18,6 @@ from anyattn.catalog.building import (
     FLASHINFER_07,
     HALVES,
     HND,
-    MATERIALISED,
     NHD,
     PREFILL,
     VERIFY,
@@ -72,7 +71,7 @@ _PREFILL_FA3 = per_dtype(
     architectures=arch.SM90,
     providers=(FLASHINFER,),
     runtime=">=12.3",
-    head_dims=HeadDims(pairs=(*square(64, 128, 256), MATERIALISED)),
+    head_dims=HeadDims(pairs=square(64, 128, 256)),
     features=(
         Feature.WINDOW,
         Feature.LOGIT_CAP,
@@ -82,7 +81,8 @@ _PREFILL_FA3 = per_dtype(
     ),
     determinism=1,
     method="fa3, ragged + paged",
-    source="vendor-apis §2.3 (auto rule), §2.5, §2.6",
+    source="vendor-apis §2.3 (auto rule), §2.5, §2.6; one stride for paged K and V, so Dv = D: "
+    "batch_prefill_sm90.cu of 0.7.2",
     **_PLANNED,
 )
 
@@ -111,10 +111,11 @@ def _fa2(architectures: tuple[str, ...], runtime: str) -> tuple[CapabilityRow, .
                     *HALVES,
                     phases=phases,
                     features=_FA2_FEATURES,
-                    determinism=2,
+                    determinism=1,
                     degraded=degraded,
                     method="fa2, tensor cores",
-                    source="vendor-apis §2.3 to §2.5; batch-invariant by fixed splits: sglang-facts §5.12",
+                    source="vendor-apis §2.3 to §2.5; tiles follow the batch's average query length, so a "
+                    "row's sums differ when it is re-chunked: scheduler.cuh of 0.7.2",
                     **general,
                 ),
                 *per_dtype(
