@@ -34,18 +34,35 @@ _PLAIN = (Feature.WINDOW, Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERI
 _ENCODER = (Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY, Feature.CROSS)
 
 
-def _phases(*dtypes: str, graph: int, **fields: Any) -> tuple[CapabilityRow, ...]:
-    """All phases. Lengths stay on the device, but an extend's longest query is an argument."""
+def _phases(*dtypes: str, graph: int, masks: bool = False, **fields: Any) -> tuple[CapabilityRow, ...]:
+    """All phases. Lengths stay on the device, but an extend's longest query is an argument.
+
+    `masks`: a row of explicit masks for verification, without windows: their rule is by position, which a
+    table of the keys that a draft sees can't say (see `backends.cuda.flash_tree`).
+    """
+    trees: tuple[CapabilityRow, ...] = ()
+    if masks:
+        features = tuple(f for f in fields["features"] if f not in (Feature.WINDOW, *_ENCODER))
+        tree = fields | {"features": (*features, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY)}
+        tree |= {"determinism": 1, "method": f"{fields['method']}, trees by cascade"}
+        trees = per_dtype(*dtypes, phases=(VERIFY,), host_lengths=0, graph=graph, **tree)
     return (
+        *trees,
         *per_dtype(*dtypes, phases=(PREFILL,), host_lengths=1, graph=graph, **fields),
         *per_dtype(*dtypes, phases=(DECODE, VERIFY, DRAFT), host_lengths=0, graph=graph, **fields),
     )
 
 
-def _fa3(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
-    """FA3 reads any page. `num_splits=1` makes it batch-invariant (sglang-facts §5.12); a fixed longest
-    query makes it capturable (vendor-apis §4.3)."""
-    return _phases(*dtypes, graph=2, determinism=2, pages=ANY_PAGE, form=block_table(), **fields)
+def _fa3(*dtypes: str, masks: bool = True, **fields: Any) -> tuple[CapabilityRow, ...]:
+    """FA3 reads any page. A fixed longest query makes it capturable (vendor-apis §4.3).
+
+    `num_splits=1` makes it batch-invariant (sglang-facts §5.12) where no window is: with one, a kernel is
+    chosen by the batch's longest row, and tables begin at a page that depends on how a prompt was cut.
+    """
+    common = fields | {"graph": 2, "pages": ANY_PAGE, "form": block_table()}
+    plain = {**common, "features": tuple(f for f in fields["features"] if f is not Feature.WINDOW)}
+    rows = _phases(*dtypes, masks=masks, determinism=1, **common)
+    return (*rows, *_phases(*dtypes, determinism=2, **plain))
 
 
 FA3_DENSE_ROWS = (
@@ -70,16 +87,17 @@ FA3_DENSE_ROWS = (
         source="vendor-apis §4.2; sglang-facts §5.2",
     ),
     *_fa3(
-        *HALVES,
+        "bfloat16",  # fp8 calls give bf16: an fp16 model would lose three bits
         fp8=(E4M3,),
         same=False,
         architectures=arch.SM90,
         providers=(*_SGLANG, _VLLM),
         runtime=">=12.3",
-        head_dims=HeadDims(minimum=8, maximum=256, multiple=8),
+        head_dims=HeadDims(minimum=16, maximum=256, multiple=16),
         features=(*_PLAIN, Feature.LOGIT_CAP, Feature.KV_SCALES),
         method="paged varlen, fp8 Q and KV",
-        source="sglang-facts §3.1 (no e5m2), §5.2 (Q is cast, D up to 256); sinks with fp8: no fact",
+        source="sglang-facts §3.1 (no e5m2), §5.2 (Q is cast, D up to 256), FlashAttention-3's own check "
+        "(D in steps of 16 bytes); sinks with fp8: no fact",
     ),
     *_fa3(
         *HALVES,
@@ -92,7 +110,7 @@ FA3_DENSE_ROWS = (
         source="vendor-apis §4.1: cap, D 96 and unequal sizes are compiled out",
     ),
     *_fa3(
-        *HALVES,
+        "bfloat16",  # fp8 calls give bf16: an fp16 model would lose three bits
         fp8=(E4M3,),
         same=False,
         architectures=arch.SM90,
@@ -116,18 +134,40 @@ FA3_DENSE_ROWS = (
     ),
 )
 
-FA3_MLA_ROWS = _fa3(
-    *HALVES,
-    kinds=(ModelKind.MLA,),
-    architectures=arch.SM90,
-    providers=(*_SGLANG, _VLLM),
-    runtime=">=12.3",
-    head_dims=HeadDims(pairs=(LATENT,)),
-    layouts=("NHD", "HND"),
-    features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
-    method="absorbed MLA through qv",
-    source="sglang-facts §5.2 (rope part as Q and K, latent as qv and V); no fact for fp8 latents, none for "
-    "tokenspeed-fa3 (unequal sizes compiled out)",
+
+def _fa3_mla(*shapes: tuple[int, int], **fields: Any) -> tuple[CapabilityRow, ...]:
+    """Latents of the model's dtype: `qv` takes no fp8."""
+    return _phases(
+        *HALVES,
+        graph=2,
+        determinism=2,
+        pages=ANY_PAGE,
+        form=block_table(),
+        kinds=(ModelKind.MLA,),
+        architectures=arch.SM90,
+        runtime=">=12.3",
+        head_dims=HeadDims(pairs=shapes),
+        layouts=("NHD", "HND"),
+        features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
+        **fields,
+    )
+
+
+FA3_MLA_ROWS = (
+    *_fa3_mla(
+        LATENT,
+        MATERIALISED,
+        providers=_SGLANG,
+        method="absorbed MLA through qv, materialised prefill",
+        source="sglang-facts §5.2 (rope part as Q and K, latent as qv and V), vendor-apis §4.2; none for "
+        "tokenspeed-fa3 (unequal sizes compiled out)",
+    ),
+    *_fa3_mla(
+        LATENT,
+        providers=(_VLLM,),
+        method="absorbed MLA through qv, materialised prefill",
+        source="vendor-apis §4.3 (q_v); no fact for (192, 128)",
+    ),
 )
 
 _FA4 = (
@@ -146,6 +186,7 @@ def _fa4(**fields: Any) -> tuple[CapabilityRow, ...]:
     return _phases(
         *HALVES,
         graph=1,
+        masks=ModelKind.MLA not in fields.get("kinds", ()),
         providers=_FA4,
         requires=_DSL,
         features=features,
@@ -189,11 +230,12 @@ FA4_DENSE_ROWS = (
 FA4_MLA_ROWS = _fa4(
     kinds=(ModelKind.MLA,),
     architectures=arch.SM100_103_110,
-    head_dims=HeadDims(pairs=(LATENT,)),
+    head_dims=HeadDims(pairs=(LATENT, MATERIALISED)),
     pages=ANY_PAGE,
     form=block_table(),
     layouts=("NHD", "HND"),
     features=(Feature.LSE, Feature.CUSTOM_SCALE, Feature.RAGGED_VERIFY),
-    method="absorbed MLA through qv",
-    source="vendor-apis §3; interface.py of 4.0.0b36: qv on SM100, SM103, SM110, without window or cap",
+    method="absorbed MLA through qv, materialised prefill",
+    source="vendor-apis §3; interface.py of 4.0.0b36: (192, 128), and qv without window or cap, on SM100, "
+    "SM103, SM110",
 )
