@@ -2,7 +2,10 @@
 
     python -m benchmarks.demo_logits --weights model.gguf --device cuda --dtype bfloat16,float32 \\
         --backends triton,torch_native,triton+torch_native [--json out.json]
+    python -m benchmarks.demo_logits --device cuda --dtype bfloat16 --backends every --pairs --json out.json
 
+`--pairs` crosses the backends named (`every`: all that this machine can run), prefill by decode; the pairs
+that share no pool are listed with the reason.
 Every token of every reference text gets logits: prompts in chunks, continuations one token a step, all texts
 in one batch (extend, mixed and decode steps, shuffled pages). `a+b` is a for prefill and b for decode.
 A run fails if a logit is off by more than its dtype's bound, or if the best token differs where float32 was
@@ -25,6 +28,7 @@ import anyattn
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
 from anyattn.errors import AnyattnError, ConfigError, UnknownNameError
+from benchmarks.demo_pairs import decide, every_pair
 
 __all__ = ["BOUNDS", "Comparison", "Text", "compare", "logits_of", "main", "reference_texts"]
 
@@ -33,7 +37,9 @@ BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 """Largest |difference| of a logit that is allowed, as a share of the range (max - min) of its float32 row."""
 TIE = 2e-3
 """In float32, two best logits of the reference nearer than this: either token may be taken."""
-PAGE, CHUNK = 16, 24
+CHUNK = 24
+_PAGES_TO = 256
+"""Room for every text is a multiple of this, and so of any page."""
 
 
 @dataclass(frozen=True)
@@ -92,24 +98,16 @@ class _Runner:
     """One backend pair on a pool of its own, with every text in a row of the table."""
 
     def __init__(self, model: LlamaModel, texts: Sequence[Text], prefill: str, decode: str) -> None:
-        longest = max(len(t.ids) for t in texts)
-        pages = -(-longest // PAGE)
+        room = -(-max(len(t.ids) for t in texts) // _PAGES_TO) * _PAGES_TO
         self.model, self.texts = model, texts
-        decision = anyattn.select(
-            list(model.specs),
-            dtype=model.dtype,
-            device=str(model.device),
-            limits=anyattn.Limits(len(texts), len(texts) * CHUNK, pages * PAGE),
-            page_size=PAGE,
-            prefill=prefill,
-            decode=decode,
-        )
-        pool = anyattn.kv.create_pool(decision, num_slots=len(texts) * pages * PAGE)
-        self.table = anyattn.kv.RequestTable(
-            max_requests=len(texts), max_context=pages * PAGE, device=pool.device
-        )
+        limits = anyattn.Limits(len(texts), len(texts) * CHUNK, room)
+        decision = decide(model.specs, model.dtype, str(model.device), prefill, decode, limits)
+        page = decision.kv.page_size
+        pages = room // page
+        pool = anyattn.kv.create_pool(decision, num_slots=len(texts) * room)
+        self.table = anyattn.kv.RequestTable(max_requests=len(texts), max_context=room, device=pool.device)
         order = torch.randperm(len(texts) * pages, generator=torch.Generator().manual_seed(0)) + 1
-        slots = (order[:, None] * PAGE + torch.arange(PAGE)).view(len(texts), -1)
+        slots = (order[:, None] * page + torch.arange(page)).view(len(texts), -1)
         self.slots = slots
         self.table.req_to_token[:-1] = slots.to(self.table.req_to_token)
         self.backend = anyattn.create_backend(decision, pool, self.table)
@@ -211,8 +209,12 @@ def run(
     pairs: Iterable[tuple[str, str]],
     dtypes: Sequence[str],
     device: str,
+    failed: dict[str, str] | None = None,
 ) -> Iterable[Comparison]:
-    """Every pair in every dtype; the reference is computed once."""
+    """Every pair in every dtype; the reference is computed once.
+
+    `failed`: takes the pairs that end in an error, with its text; None lets it out.
+    """
     longest = max(len(t.ids) for t in texts)
     wanted = list(pairs)
 
@@ -223,7 +225,13 @@ def run(
     for dtype in dtypes:
         candidate = model(dtype)
         for prefill, decode in wanted:
-            found = logits_of(candidate, texts, prefill, decode)
+            try:
+                found = logits_of(candidate, texts, prefill, decode)
+            except Exception as error:  # a library's own, too: the other pairs are still wanted
+                if failed is None:
+                    raise
+                failed[f"{prefill}+{decode}"] = f"{type(error).__name__}: {error}"
+                continue
             yield compare(texts, reference, found, prefill, decode, dtype)
 
 
@@ -255,9 +263,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--backends", default="torch_native", help="a for both phases, or a+b; several: a,b+c"
     )
+    parser.add_argument("--pairs", action="store_true", help="cross the backends (of names, or `every`)")
     parser.add_argument("--texts", type=int, metavar="N", help="only the N shortest texts")
     parser.add_argument("--json", metavar="FILE", help="write the comparisons to this file")
     return parser.parse_args(argv)
+
+
+def _crossed(args: argparse.Namespace, model: Checkpoint) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """The pairs of `--pairs`, printed, and those that share no pool."""
+    dtype = getattr(torch, _dtypes(args.dtype)[0])
+    specs = LlamaModel(model, dtype=dtype, device=args.device, max_context=CHUNK).specs
+    names = [name for name in args.backends.split(",") if name]
+    pairs = every_pair(specs, dtype, args.device, names)
+    print(f"{len(pairs.found)} pairs, prefill+decode: {', '.join('+'.join(p) for p in pairs.found)}")
+    refused = {f"{prefill}+{decode}": why for prefill, decode, why in pairs.refused}
+    for name, why in refused.items():
+        print(f"not  {name}: {why}")
+    return list(pairs.found), refused
+
+
+def _worst(found: Sequence[Comparison]) -> str:
+    """A closing line: the pair that is furthest off, as a share of its bound, and the verdict on all."""
+    worst = max(found, key=lambda c: c.max_share / c.bound)
+    bad = sum(not c.ok for c in found)
+    verdict = f"{bad} of {len(found)} out of bounds" if bad else f"all {len(found)} within bounds"
+    return (
+        f"worst: {worst.prefill}+{worst.decode} {worst.dtype}, {worst.max_share:.2e} of the range "
+        f"(bound {worst.bound:.0e}); {verdict}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -265,20 +298,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     found: list[Comparison] = []
+    failed: dict[str, str] = {}
     try:
         checkpoint = load_gguf(_weights(args.weights))
-        texts = reference_texts(args.texts)
-        for comparison in run(checkpoint, texts, _pairs(args.backends), _dtypes(args.dtype), args.device):
+        texts, dtypes = reference_texts(args.texts), _dtypes(args.dtype)
+        pairs, refused = _crossed(args, checkpoint) if args.pairs else (_pairs(args.backends), {})
+        losers = failed if args.pairs else None
+        for comparison in run(checkpoint, texts, pairs, dtypes, args.device, losers):
             print(comparison, flush=True)
             found.append(comparison)
     except AnyattnError as error:
         print(f"demo_logits: {error}", file=sys.stderr)
         return 2
+    for name, why in failed.items():
+        print(f"FAIL {name}: {why}")
+    if found:
+        print(_worst(found))
     if args.json:
         rows: list[dict[str, Any]] = [asdict(c) | {"ok": c.ok} for c in found]
         record = {"device": args.device, "torch": torch.__version__, "comparisons": rows}
+        record |= {"refused": refused, "failed": failed}
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0 if found and all(c.ok for c in found) else 1
+    return 0 if found and not failed and all(c.ok for c in found) else 1
 
 
 if __name__ == "__main__":

@@ -82,6 +82,47 @@ def test_command_on_the_real_model(
     assert capsys.readouterr().out.count("ok  ") == 2
 
 
+def test_every_pair_of_usable_backends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_logits, "load_gguf", lambda path: random_checkpoint())
+    monkeypatch.setattr(demo_logits, "reference_texts", lambda limit: texts())
+    monkeypatch.setattr(demo_logits, "_weights", lambda path: Path("x"))
+    out = tmp_path / "out.json"
+    options = ["--dtype", "float32", "--pairs", "--json", str(out)]
+    assert main([*options, "--backends", "every"]) == 0
+    record = json.loads(out.read_text())
+    pairs = [(c["prefill"], c["decode"]) for c in record["comparisons"]]
+    assert ("torch_native", "torch_native") in pairs
+    assert len(set(pairs)) == len(pairs)
+    assert record["failed"] == {}
+    text = capsys.readouterr().out
+    assert f"{len(pairs)} pairs, prefill+decode: " in text
+    assert f"all {len(pairs)} within bounds" in text
+    assert main([*options, "--backends", "torch_native,fa3"]) == 0
+    refused = json.loads(out.read_text())["refused"]
+    assert set(refused) == {"torch_native+fa3", "fa3+torch_native", "fa3+fa3"}
+    assert "not  fa3+fa3: " in capsys.readouterr().out
+
+
+def test_a_pair_that_ends_in_an_error_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object) -> list[torch.Tensor]:
+        if calls:
+            raise RuntimeError("it exits")
+        calls.append(1)
+        return logits_of(*args)  # type: ignore[arg-type]
+
+    calls: list[int] = []
+    monkeypatch.setattr(demo_logits, "load_gguf", lambda path: random_checkpoint())
+    monkeypatch.setattr(demo_logits, "reference_texts", lambda limit: texts())
+    monkeypatch.setattr(demo_logits, "_weights", lambda path: Path("x"))
+    monkeypatch.setattr(demo_logits, "logits_of", broken)
+    assert main(["--dtype", "float32", "--pairs", "--backends", "torch_native"]) == 1
+    assert "FAIL torch_native+torch_native: RuntimeError: it exits" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options",
     [["--weights", "missing.gguf"], ["--dtype", "int8"], ["--backends", "nonsense"]],

@@ -1,0 +1,55 @@
+"""FlashAttention-3 from whichever distribution the decision named."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from benchmarks.direct.recipe import NoRecipe, Recipe, writer
+from benchmarks.direct.stage import Stage
+
+__all__ = ["fa3"]
+
+_MODULES = {
+    "tokenspeed-fa3": "flash_attn_interface",
+    "sglang-kernel": "sgl_kernel.flash_attn",
+    "sgl-kernel": "sgl_kernel.flash_attn",
+}
+"""Distribution -> module of `flash_attn_with_kvcache`; vLLM's bundle has other arguments."""
+
+
+def fa3(stage: Stage) -> Recipe:
+    """`flash_attn_with_kvcache` on the page table, scheduler metadata made once where the build has it."""
+    if stage.shape.mla:
+        raise NoRecipe("absorbed MLA through FA3 isn't called directly here")
+    shape, pool, config = stage.shape, stage.pool, getattr(stage.backend, "config", None)
+    provider = getattr(config, "provider", None)
+    if provider is None or provider.distribution not in _MODULES:
+        who = provider.distribution if provider else "an unknown build"
+        raise NoRecipe(f"{who} isn't called directly here, only {', '.join(_MODULES)}")
+    library: Any = importlib.import_module(_MODULES[provider.distribution])
+    attend = library.flash_attn_with_kvcache
+    options: dict[str, Any] = {"cache_seqlens": stage.lens, "page_table": stage.pages, "causal": True}
+
+    def plan(step: int) -> object:
+        lens = stage.lens if step == 0 else stage.host_lens[step].int().to(stage.device, non_blocking=True)
+        return library.get_scheduler_metadata(
+            shape.requests, 1, shape.length, shape.num_q, shape.num_kv, shape.dim, lens,
+            qkv_dtype=shape.dtype, page_size=stage.page, causal=True,
+        )  # fmt: skip
+
+    planned = hasattr(library, "get_scheduler_metadata")
+    if planned and "scheduler_metadata" in inspect.signature(attend).parameters:
+        options["scheduler_metadata"] = plan(0)
+    query = stage.q[:, None]
+    caches = [(pool.key_cache(i), pool.value_cache(i)) for i in range(shape.layers)]
+    name, write = writer(stage)
+
+    def call(layer: int) -> object:
+        write(layer)
+        return attend(query, *caches[layer], **options)
+
+    return Recipe(
+        f"flash_attn_with_kvcache of {provider.distribution}", name, call, plan if planned else None
+    )
