@@ -6,7 +6,7 @@ threads in which that fault was found in some serving system.
 
 from __future__ import annotations
 
-from anyattn.testing.mutants import core, native, outsider, triton
+from anyattn.testing.mutants import core, flash, native, outsider, triton
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 
 __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
@@ -14,5 +14,7 @@ __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "torch_native": (*native.MUTANTS, *core.MUTANTS, *outsider.MUTANTS),
     "triton": triton.MUTANTS,
+    "fa3": flash.FA3,
+    "fa4": flash.FA4,
 }
 """By the backend that shows them."""
