@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyattn.core.graph.recorder_rules import here, refused_call, refused_op
+from anyattn.core.graph.recorder_steps import compiling_nothing, written_in_python
 
 __all__ = [
     "Address",
@@ -54,7 +56,7 @@ def watching_host_syncs(device: torch.device | str) -> Iterator[list[HostSync]]:
         yield from _cuda_syncs(found)
         return
     ops = _SyncOps(found)
-    with _SyncCalls(found, ops), ops:
+    with compiling_nothing(), _SyncCalls(found, ops), ops:
         yield found
 
 
@@ -94,20 +96,40 @@ class _SyncCalls(TorchFunctionMode):
             self._ops.quiet = before
 
 
-class _SyncOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: list[HostSync]) -> None:
+class _Watch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
+    """Sees every operation that a kernel serves; those written in Python are taken apart."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self.quiet = found, False
-        self._numbers: list[torch.Tensor] = []  # held, so that no other tensor takes their place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        why = None if self.quiet else refused_op(func, args, given, self._is_number)
+        python = written_in_python(func)
+        if python is not None:
+            with self:
+                return python(*args, **given)
+        return self.see(func, args, given)
+
+    @abstractmethod
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation and look at it."""
+
+
+class _SyncOps(_Watch):  # type: ignore[no-untyped-call]
+    def __init__(self, found: list[HostSync]) -> None:
+        super().__init__()
+        self._found, self.quiet = found, False
+        self._numbers: list[torch.Tensor] = []  # held, so that no other tensor takes their place
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        why = None if self.quiet else refused_op(func, args, kwargs, self._is_number)
         if why is not None:
             self._found.append(HostSync(str(func), why, str(here())))
-        out = func(*args, **given)
+        out = func(*args, **kwargs)
         if func.overloadpacket.__name__ == "lift_fresh":
             self._numbers.append(out)
         return out
@@ -139,6 +161,7 @@ def counting_allocations(device: torch.device | str) -> Iterator[Allocations]:
         if device.type == "cuda":
             before = _allocated(device)
         else:
+            stack.enter_context(compiling_nothing())
             stack.enter_context(_NewStorages(found))
         yield found
     if device.type == "cuda":
@@ -151,17 +174,14 @@ def _allocated(device: torch.device) -> tuple[int, int]:
     return int(stats["allocation.all.allocated"]), int(stats["allocated_bytes.all.allocated"])
 
 
-class _NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NewStorages(_Watch):  # type: ignore[no-untyped-call]
     def __init__(self, found: Allocations) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._found = found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        known = {t.untyped_storage()._cdata for t in _tensors((args, given))}
-        out = func(*args, **given)
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        known = {t.untyped_storage()._cdata for t in _tensors((tuple(args), dict(kwargs)))}
+        out = func(*args, **kwargs)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage.nbytes():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from recorder_world import Served
+from torch.nn.attention.flex_attention import flex_attention
 
 from anyattn.testing.graph_probe import addresses, counting_allocations, rebound, watching_host_syncs
 
@@ -67,6 +68,14 @@ def test_allocations_are_counted_with_bytes_and_lines() -> None:
         "aten.empty.memory_format",
     ]
     assert "test_graph_probe.py" in found.places[0]
+
+
+def test_operators_written_in_python_are_seen_through() -> None:
+    q = torch.randn(1, 1, 4, 4)
+    with watching_host_syncs("cpu") as found, counting_allocations("cpu") as made:
+        flex_attention(q, q, q)
+    assert found == []
+    assert any("aten.matmul" in place or "aten.bmm" in place for place in made.places)
 
 
 @dataclass(eq=False)

@@ -240,6 +240,19 @@ def test_flex_attention_in_eager_mode() -> None:
     assert torch.equal(out, attend())
 
 
+def test_compiled_functions_run_as_they_were_written() -> None:
+    """Compiled code would call kernels that no mode sees: the graph would silently lack them."""
+    x, out = torch.ones(3), torch.zeros(3)
+    double = torch.compile(lambda t: t * 2, backend="eager")
+    assert double(x).tolist() == [2.0] * 3
+    graph = RecorderPlatform().new_graph()
+    graph.capture(lambda: _copy(double(x), out))
+    x.fill_(3.0)
+    graph.replay()
+    assert out.tolist() == [6.0] * 3
+    assert "aten.mul.Tensor" in graph.operations
+
+
 LENGTHS = (5, 24, 1)
 
 
@@ -265,7 +278,7 @@ def test_torch_native_decode_replays_with_other_contents() -> None:
 def test_freed_plan_tensors_are_caught() -> None:
     """Without address-stable buffers a plan owns its tables; dropping it must not go unnoticed."""
     served = Served()
-    plans = [served.backend.init_forward_metadata_out_graph(served.batch(LENGTHS), in_capture=True)]
+    plans = [served.backend.init_forward_metadata_out_graph(served.batch(LENGTHS))]
     graph = RecorderPlatform().new_graph()
     graph.capture(lambda: served.body(plans[0]))
     graph.replay()

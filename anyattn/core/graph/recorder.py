@@ -8,7 +8,6 @@ refused. Two things differ: the capture's own run takes effect, and memory is fr
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +20,7 @@ from anyattn.core.capturing import marked_as_capturing
 from anyattn.core.graph.objects import Fence, GraphObject, GraphPlatform
 from anyattn.core.graph.recorder_memory import spoil
 from anyattn.core.graph.recorder_rules import here
-from anyattn.core.graph.recorder_steps import CallMode, OpMode, Recording, run_steps
+from anyattn.core.graph.recorder_steps import CallMode, OpMode, Recording, compiling_nothing, run_steps
 from anyattn.errors import GraphError
 
 __all__ = ["Outside", "RecorderFence", "RecorderGraph", "RecorderPlatform", "Seam", "record_call"]
@@ -95,8 +94,7 @@ class RecorderGraph(GraphObject):
         token = _active.set(recording)
         try:
             with ExitStack() as stack:
-                if "torch._dynamo" in sys.modules:  # compiled code calls kernels that no mode sees
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(compiling_nothing())
                 for seam in self._platform.seams:
                     stack.enter_context(seam())
                 for context in (
@@ -120,11 +118,11 @@ class RecorderGraph(GraphObject):
                 hint="run the replay before or after the capture",
             )  # fmt: skip
         recording = self._captured("replay")
-        recording.memory.resolve()
+        storages = recording.memory.resolve()
         if self._platform.poison:
             self._platform.spoil_others(self)
         with torch.no_grad():
-            run_steps(recording, poison=self._platform.poison)
+            run_steps(recording, storages, poison=self._platform.poison)
 
     @property
     def operations(self) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from anyattn.core.graph.recorder_memory import Memory, Ref, build, spoil
 from anyattn.core.graph.recorder_rules import Where, here, refusal, refused_call, refused_op
 from anyattn.errors import GraphError
 
-__all__ = ["CallMode", "OpMode", "Recording", "Step", "run_steps"]
+__all__ = ["CallMode", "OpMode", "Recording", "Step", "compiling_nothing", "run_steps", "written_in_python"]
 
 _UNWRITTEN = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -140,7 +142,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if self._recording.paused:
             return func(*args, **given)
-        python = _written_in_python(func)
+        python = written_in_python(func)
         if python is not None:
             with self:  # its operations are recorded instead: no Python runs at replay
                 return python(*args, **given)
@@ -149,7 +151,19 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._recording.operation(func, args, given)
 
 
-def _written_in_python(func: Any) -> Callable[..., Any] | None:
+def compiling_nothing() -> AbstractContextManager[None]:
+    """Compiled functions run as they were written: their kernels are started where no mode sees them.
+
+    Only where something may be compiled: importing the compiler takes seconds.
+    """
+    loaded = {"torch._dynamo", "torch.nn.attention.flex_attention"} & set(sys.modules)
+    context: AbstractContextManager[None] = (
+        torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+    )
+    return context
+
+
+def written_in_python(func: Any) -> Callable[..., Any] | None:
     """The body of a higher-order operator, or of an op made by `torch.library.custom_op`."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
@@ -162,13 +176,14 @@ def _written_in_python(func: Any) -> Callable[..., Any] | None:
     return backends.get("cpu") or backends.get(None)
 
 
-def run_steps(recording: Recording, *, poison: bool) -> None:
-    """Replay. `poison`: memory that nobody has written is NaN (255 in every byte) until somebody does.
+def run_steps(recording: Recording, storages: list[torch.UntypedStorage | None], *, poison: bool) -> None:
+    """Replay on `storages`, from `Memory.resolve`.
+
+    `poison`: memory that nobody has written is NaN (255 in every byte) until somebody does.
 
     Raises:
-        GraphError: memory from outside that is gone; an operation whose result has another shape now.
+        GraphError: an operation whose result has another shape now.
     """
-    storages = recording.memory.resolve()
     views: dict[Ref, torch.Tensor] = {}
     ends: dict[int, list[int]] = {}
     for number, tracked in enumerate(recording.memory.tracked):

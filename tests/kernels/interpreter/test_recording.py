@@ -87,6 +87,6 @@ def test_one_graph_for_all_lengths() -> None:
 def test_launches_past_the_seam_are_refused() -> None:
     """Without the seam the launch would be missing from the graph, and nobody would notice."""
     served = Served("triton")
-    plan = served.backend.init_forward_metadata_out_graph(served.batch([5, 6, 7]), in_capture=True)
+    plan = served.backend.init_forward_metadata_out_graph(served.batch([5, 6, 7]))
     with pytest.raises(GraphError, match="through record_call"):
         RecorderPlatform().new_graph().capture(lambda: served.backend.init_forward_metadata_in_graph(plan))
