@@ -113,8 +113,13 @@ class FlashInfer(AttentionBackend):
         host = HostArrays(plan)
         plan.private = Step(num_tokens=host.num_tokens)
         if host.num_tokens:
-            stable = self._buffers is not None and plan.key.mode is not ForwardMode.SPLIT_PREFILL
-            StepPlanner(self._setup, plan, host, stable=stable, in_capture=in_capture).run()
+            StepPlanner(self._setup, plan, host, in_capture=in_capture).run()
+
+    def replan(self, plan: Plan) -> None:
+        """Plan the captured wrappers again, on the same addresses, from the new lengths."""
+        host = HostArrays(plan)
+        plan.private.num_tokens = host.num_tokens
+        StepPlanner(self._setup, plan, host, in_capture=False).run()
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Offsets, positions and tables, then the mask bits that wrappers were given the storage of."""

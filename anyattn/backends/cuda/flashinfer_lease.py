@@ -16,7 +16,7 @@ import torch
 
 from anyattn.core.plan import Plan, Table
 
-__all__ = ["Lease", "Role", "WrapperKind", "Wrappers"]
+__all__ = ["Fenced", "Lease", "Role", "WrapperKind", "Wrappers"]
 
 _INT_WORKSPACE = 8 << 20  # what a wrapper allocates for itself
 
@@ -43,11 +43,17 @@ class WrapperKind(NamedTuple):
     window_left: int = -1
 
 
-class _Fenced(NamedTuple):
+class Fenced:
     """A wrapper and the event behind the last copy out of its staging memory."""
 
-    wrapper: Any
-    event: torch.cuda.Event | None
+    def __init__(self, wrapper: Any, event: torch.cuda.Event | None = None) -> None:
+        self.wrapper, self.event = wrapper, event
+
+    def ready(self) -> Any:
+        """The wrapper, once it may be planned again: the host waits if its staging memory is being read."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.wrapper
 
 
 class Wrappers:
@@ -56,42 +62,23 @@ class Wrappers:
     def __init__(self, library: Any, layout: str, workspace: torch.Tensor) -> None:
         """`library`: the module `flashinfer`. `workspace`: uint8, zero, shared by all wrappers."""
         self._library, self._layout, self._workspace = library, layout, workspace
-        self._free: dict[WrapperKind, deque[_Fenced]] = {}
-        self._captured: dict[Any, _Fenced] = {}
+        self._free: dict[WrapperKind, deque[Fenced]] = {}
         self._int_workspaces: dict[Any, torch.Tensor] = {}
 
-    def lease(self) -> Lease:
-        """Starts a step."""
-        return Lease(self)
-
     def take(self, kind: WrapperKind) -> Any:
-        """A wrapper that no living plan uses; the host waits if its staging memory is still being read."""
+        """A wrapper that no living plan uses."""
         free = self._free.get(kind)
-        if not free:
-            return self._make(kind, {})
-        wrapper, event = free.popleft()
-        if event is not None:
-            event.synchronize()
-        return wrapper
+        return free.popleft().ready() if free else self._make(kind, {})
 
     def give_back(self, taken: list[tuple[WrapperKind, Any]], event: torch.cuda.Event | None) -> None:
         """Lent wrappers, once their plan is gone."""
         for kind, wrapper in taken:
-            self._free.setdefault(kind, deque()).append(_Fenced(wrapper, event))
+            self._free.setdefault(kind, deque()).append(Fenced(wrapper, event))
 
-    def captured(self, key: Any) -> Any | None:
-        """The wrapper that a graph was captured with, or None; waits as `take` does."""
-        found = self._captured.get(key)
-        if found is None:
-            return None
-        if found.event is not None:
-            found.event.synchronize()
-        return found.wrapper
+    def capture(self, kind: WrapperKind, slot: int, plan: Plan, table: Table | None) -> Any:
+        """A wrapper on the captured plan's own buffers, which is that plan's for good.
 
-    def capture(self, key: Any, kind: WrapperKind, slot: int, plan: Plan, table: Table | None) -> Any:
-        """A wrapper on the step's own buffers, kept for good: graphs hold its addresses.
-
-        Buckets of one slot share an int workspace: each replay plans first, on the same stream.
+        Graphs of one slot share an int workspace: each replay plans first, on the same stream.
         """
         wrapper = self._make(kind, _graph_buffers(kind, plan, table))
         ints = self._int_workspaces.get((kind, slot))
@@ -99,17 +86,14 @@ class Wrappers:
             ints = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._workspace.device)
             self._int_workspaces[kind, slot] = ints
         wrapper.reset_workspace_buffer(self._workspace, ints)
-        self._captured[key] = _Fenced(wrapper, None)
         return wrapper
 
-    def fence(self, keys: list[Any]) -> torch.cuda.Event | None:
-        """An event behind the copies of a step, remembered for the captured wrappers `keys`."""
+    def fence(self) -> torch.cuda.Event | None:
+        """An event behind the copies of what was planned just now."""
         if self._workspace.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        for key in keys:
-            self._captured[key] = self._captured[key]._replace(event=event)
         return event
 
     def _make(self, kind: WrapperKind, buffers: Mapping[str, Any]) -> Any:
@@ -146,9 +130,9 @@ class Lease:
         self._taken.append((kind, wrapper))
         return wrapper
 
-    def planned(self, captured: list[Any]) -> None:
-        """Everything is planned: mark the copies. `captured`: keys of graph wrappers planned in the step."""
-        self._event = self._wrappers.fence(captured)
+    def planned(self, event: torch.cuda.Event | None) -> None:
+        """Everything is planned; `event` is behind its copies."""
+        self._event = event
 
     def __del__(self) -> None:
         self._wrappers.give_back(self._taken, self._event)

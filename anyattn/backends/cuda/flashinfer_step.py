@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
+from anyattn.backends.cuda.flashinfer_lease import Fenced, Lease, Role, WrapperKind, Wrappers
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tensor_cores, window_left
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import step_kind
@@ -29,12 +29,16 @@ class Runs(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step."""
+    """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step.
+
+    `captured`: wrappers of a captured step, in the order in which they are planned.
+    """
 
     runs: tuple[Runs, ...] = ()
     num_tokens: int = 0
     masks: dict[Table, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
     lease: Lease | None = None
+    captured: list[Fenced] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +56,23 @@ class Setup:
 class StepPlanner:
     """Plans one step of a backend, slot by slot."""
 
-    def __init__(self, setup: Setup, plan: Plan, host: HostArrays, *, stable: bool, in_capture: bool) -> None:
-        """`stable`: the step's tables lie in buffers that graphs may hold."""
+    def __init__(self, setup: Setup, plan: Plan, host: HostArrays, *, in_capture: bool) -> None:
+        """Into `plan.private`: a new `Step`, or a captured one whose wrappers are planned again."""
         self._of, self._plan, self._host = setup, plan, host
-        self._stable = stable and plan.mask_cells is None
         self._in_capture = in_capture
         self._mode = plan.key.mode
         self._inner = setup.inner[self._mode]
-        self._captured: list[Any] = []
-        self._lease = setup.wrappers.lease()
         self._step: Step = plan.private
+        self._lease = Lease(setup.wrappers)
+        self._again = iter(self._step.captured)
 
     def run(self) -> None:
-        """Plan every slot into `plan.private`."""
-        self._step.lease = self._lease
+        """Plan every slot."""
         self._step.runs = tuple(self.slot(index) for index in range(len(self._of.slots)))
-        self._lease.planned(self._captured)
+        self._step.lease, event = self._lease, self._of.wrappers.fence()
+        self._lease.planned(event)
+        for fenced in self._step.captured:
+            fenced.event = event
 
     def slot(self, index: int) -> Runs:
         """Plan the parts that this step's layers of a slot run."""
@@ -89,17 +94,13 @@ class StepPlanner:
         return Runs(self._paged(index, table, causal=causal and own is None), own)
 
     def _wrapper(self, kind: WrapperKind, index: int, table: Table | None) -> Any:
-        """The one that a graph of this shape was captured with, or one on lease."""
-        if not self._stable:
-            return self._lease.take(kind)
-        key = (self._mode, kind, index, self._plan.key.num_requests, self._plan.key.num_tokens)
-        wrapper = self._of.wrappers.captured(key)
-        if wrapper is None and self._in_capture:
-            wrapper = self._of.wrappers.capture(key, kind, index, self._plan, table)
-        if wrapper is None:
-            return self._lease.take(kind)
-        self._captured.append(key)
-        return wrapper
+        """One on lease; in a capture, one of the plan's own, which its replays plan again."""
+        if self._in_capture:
+            wrapper = self._of.wrappers.capture(kind, index, self._plan, table)
+            self._step.captured.append(Fenced(wrapper))
+            return wrapper
+        known = next(self._again, None)
+        return self._lease.take(kind) if known is None else known.ready()
 
     def _decode(self, index: int, table: Table) -> Any:
         group, heads = self._of.slots[index]
