@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a stand-in for its library, on the CPU: proves the calls only",
     )
     parser.add_argument("--assume", metavar="HOST", help="with --emulated: a chip, such as cuda:sm100")
+    parser.add_argument(
+        "--latent",
+        action="store_true",
+        help="latent models (MLA); a backend that serves no others needs no asking",
+    )
     parser.add_argument("--cases", type=int, metavar="N", help="cases of a full run (default: 4000)")
     parser.add_argument("--random", type=int, metavar="N", help="N random cases in place of the plan")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: 1, --full: the cores)")
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         UnknownNameError: a backend, check or device nobody knows. ConfigError: a case that can't be.
         SelectionError: the backend doesn't serve this machine.
     """
+    from anyattn.cli.verify_latent import serves_latents_alone, verify_latents
     from anyattn.testing.subject import default_device, needs_interpreter
 
     if args.assume and not args.emulated:
@@ -70,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
         and os.environ.get("TRITON_INTERPRET") != "1"
     ):
         return _again_interpreted(args, device)
+    host = args.assume or (_emulated_host(args) if args.emulated else None)
+    if args.latent or serves_latents_alone(args.backend, device, host):
+        return verify_latents(args, device, host)
     if args.mutants:
         return _mutants(args, device)
     if args.case is not None:
@@ -81,13 +90,20 @@ def _again_interpreted(args: argparse.Namespace, device: str) -> int:
     """Triton reads the variable when kernels are decorated: a process of its own has it from the start."""
     command = [sys.executable, "-m", "anyattn.cli.main", "verify", args.backend, "--device", device]
     command += ["--seed", str(args.seed), "--check", args.check]
-    for name in ("quick", "full", "mutants", "json"):
+    for name in ("quick", "full", "mutants", "latent", "json"):
         command += [f"--{name}"] if getattr(args, name) else []
     for name in ("cases", "random", "workers", "write", "case"):
         value = getattr(args, name)
         command += [] if value is None else [f"--{name}", str(value)]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run(command, env=environ, check=False).returncode
+
+
+def _emulated_host(args: argparse.Namespace) -> str:
+    from anyattn import api
+    from anyattn.testing.emulators import emulator_of
+
+    return emulator_of(api.registry().get(args.backend).name, latent=args.latent).host
 
 
 def _open(args: argparse.Namespace, device: str) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from anyattn.core.mla import MLAMethod, MLAPolicy
 from anyattn.core.spec import AttentionSpec, MLASpec
 from anyattn.errors import ConfigError
 
-__all__ = ["MLACase", "MLASpace", "random_mla_case", "random_mla_cases"]
+__all__ = ["MLACase", "MLASpace", "parse_mla_case", "random_mla_case", "random_mla_cases"]
 
 _MODES = ("decode", "extend", "mixed", "verify", "draft_extend")
 
@@ -119,6 +120,24 @@ class MLACase:
     def tolerance(self) -> float:
         """Largest error (max |d| / max |ref| per request) that a right answer may have."""
         return {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}[self.dtype]
+
+
+def parse_mla_case(text: str) -> MLACase:
+    """The case of a `repr`; nothing else is evaluated.
+
+    Raises:
+        ConfigError: another expression, or a case that can't be.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or ast.unparse(call.func) != "MLACase":
+            raise ValueError(f"not a call of MLACase: {text!r}")
+        fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return MLACase(**fields)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "a latent case", asked=text, allowed="MLACase(name=value, …)", hint=str(error)
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from typing import Any
 
 from anyattn.testing.emulators import emulator_of, install
 from anyattn.testing.mla_cases import MLASpace, random_mla_case
-from anyattn.testing.mla_declared import latent_declared
+from anyattn.testing.mla_declared import LatentDeclared, latent_declared
 from anyattn.testing.mla_judge import check_mla_case
 
-__all__ = ["SPACES", "main", "sweep"]
+__all__ = ["SPACES", "main", "spaces_of", "sweep"]
 
 _DEEPSEEK = MLASpace(
     sizes=((512, 64, 128, 128),),
@@ -39,6 +39,14 @@ SPACES: dict[str, MLASpace] = {
     "small": MLASpace(),
 }
 """`half` and `fp8` are DeepSeek's sizes; `small` has every feature of the reference."""
+
+
+def spaces_of(declared: LatentDeclared) -> tuple[str, ...]:
+    """The spaces that a backend's rows take anything of."""
+    dtypes = {dtype for row in declared.rows for dtype in row.dtypes}
+    stored = {dtype for row in declared.rows for dtype in row.kv_dtypes}
+    wanted = {"half": "bfloat16" in dtypes, "fp8": "float8_e4m3fn" in stored, "small": "float32" in dtypes}
+    return tuple(name for name, takes in wanted.items() if takes)
 
 
 def sweep(
