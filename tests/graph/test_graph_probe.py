@@ -70,6 +70,7 @@ def test_allocations_are_counted_with_bytes_and_lines() -> None:
     assert "test_graph_probe.py" in found.places[0]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_operators_written_in_python_are_seen_through() -> None:
     q = torch.randn(1, 1, 4, 4)
     with watching_host_syncs("cpu") as found, counting_allocations("cpu") as made:

@@ -225,6 +225,7 @@ def test_ops_written_in_python_are_taken_apart() -> None:
     assert graph.operations == ("aten.mul.Tensor", "aten.copy_.default")
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_in_eager_mode() -> None:
     q, out, bias = torch.randn(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), torch.zeros(8)
     causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu")
