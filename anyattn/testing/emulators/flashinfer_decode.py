@@ -1,4 +1,4 @@
-"""Stand-in for `flashinfer.decode`'s planned wrapper (flashinfer-python 0.7.2.post1, `flashinfer/decode.py`)."""
+"""Stand-in for FlashInfer's planned decode wrapper (0.7.2.post1: `flashinfer/decode.py`)."""
 
 from __future__ import annotations
 
@@ -64,21 +64,25 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if jit_args is not None or backend not in ("auto", "fa2", "fa3"):
             raise EmulationError("decode wrapper", asked=(backend, jit_args), allowed="auto, fa2, fa3")
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        if use_cuda_graph:
-            for name, buffer in zip(("indptr", "indices", "last_page_len"), buffers, strict=True):
-                if not torch.is_tensor(buffer):
-                    raise ValueError(f"paged_kv_{name}_buffer should be a torch.Tensor in cudagraph mode")
-            if len(buffers[0]) != len(buffers[2]) + 1:
-                raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self._buffers = buffers
         self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
-        self._fixed_batch_size = len(buffers[2]) if use_cuda_graph and buffers[2] is not None else 0
+        self._fixed_batch_size = 0
+        if use_cuda_graph:
+            self._fixed_batch_size = len(self._buffer(2))
+            if len(self._buffer(0)) != len(self._buffer(2)) + 1:
+                raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self._use_tensor_cores = use_tensor_cores
         self._backend = self._requested_backend = backend
         self._q_len_per_req: int | None = None
         self._planned: Planned | None = None
         self.device = float_workspace_buffer.device
         self.reset_workspace_buffer(float_workspace_buffer, torch.empty(8 << 20, dtype=torch.uint8))
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        buffer = self._buffers[index]
+        if not torch.is_tensor(buffer):
+            raise ValueError("buffers of the tables should be torch.Tensors in cudagraph mode")
+        return buffer
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -191,8 +195,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise ValueError("q_len_per_req is part of the frozen cudagraph shape")
         if batch != self._fixed_batch_size:
             raise ValueError(f"The batch size should be fixed in cudagraph mode: {batch}")
-        assert self._buffers[1] is not None
-        if indices > len(self._buffers[1]):
+        if indices > len(self._buffer(1)):
             raise ValueError("The size of indices should be less than or equal to the allocated buffer")
 
     def _check_kernel(self, planned: Planned, q_len: int) -> None:
@@ -214,12 +217,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         lens: torch.Tensor,
     ) -> None:  # fmt: skip
         if self._use_cuda_graph:
-            mine = self._buffers
-            assert mine[0] is not None and mine[1] is not None and mine[2] is not None  # noqa: PT018
-            fill_buffer(mine[0], indptr)
-            fill_buffer(mine[1], indices, head=True)
-            fill_buffer(mine[2], last)
-            table = (mine[0], mine[1], mine[2])
+            for index, source in enumerate((indptr, indices, last)):
+                fill_buffer(self._buffer(index), source, head=index == 1)
+            table = (self._buffer(0), self._buffer(1), self._buffer(2))
         else:
             table = (indptr.clone(), indices.to(self.device), last.clone())
         self._table = PageTable(*table, (host[1:] - host[:-1]).tolist(), lens.tolist())

@@ -1,4 +1,4 @@
-"""Stand-ins for FlashInfer's merges (`flashinfer/cascade.py`) and cache writes (`flashinfer/page.py`), 0.7.2."""
+"""Stand-ins for FlashInfer's merges and cache writes (0.7.2.post1: `cascade.py`, `page.py`)."""
 
 from __future__ import annotations
 
