@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,52 +15,70 @@ from recorder_world import Served
 from anyattn.core.graph.recorder import RecorderFence, RecorderGraph, RecorderPlatform
 from anyattn.errors import BatchError, GraphError
 
-X, MASK, COUNTS = torch.arange(6.0), torch.arange(6) > 2, torch.tensor([1, 2])
-SQUARE = torch.eye(2)
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "item": (lambda: X[0].item(), "item"),
-    "tolist": (lambda: X.tolist(), "tolist"),
-    "cpu": (lambda: X.cpu(), "cpu"),
-    "to cpu": (lambda: X.to("cpu"), "to"),
-    "to device=cpu": (lambda: X.to(device="cpu", dtype=torch.float64), "to"),
-    "numpy": (lambda: X.numpy(), "numpy"),
-    "np.asarray": (lambda: np.asarray(X), "__array__"),
-    "bool": (lambda: bool(X[0]), "__bool__"),
-    "if": (lambda: 1 if X[0] else 2, "__bool__"),
-    "and": (lambda: X[0] and 1, "__bool__"),
-    "int": (lambda: int(X[0]), "__int__"),
-    "float": (lambda: float(X[0]), "__float__"),
-    "range": (lambda: range(COUNTS[0]), "__index__"),
-    "slice bound": (lambda: X[: COUNTS[0]], "_local_scalar_dense"),
-    "in": (lambda: 1.0 in X, "__contains__"),
-    "print": (lambda: f"{X}", "__format__"),
-    "repr": (lambda: repr(X), "__repr__"),
-    "is_nonzero": (lambda: torch.is_nonzero(X[0]), "is_nonzero"),
-    "equal": (lambda: torch.equal(X, X), "equal"),
-    "allclose": (lambda: torch.allclose(X, X), "allclose"),
-    "nonzero": (lambda: X.nonzero(), "nonzero"),
-    "where": (lambda: torch.where(MASK), "nonzero"),
-    "masked_select": (lambda: X.masked_select(MASK), "masked_select"),
-    "boolean index": (lambda: X[MASK], "index.Tensor"),
-    "byte index": (lambda: X[MASK.byte()], "index.Tensor"),
-    "boolean store": (lambda: X.index_put_((MASK,), torch.ones(3)), "index_put_"),
-    "unique": (lambda: X.unique(), "unique"),
-    "bincount": (lambda: COUNTS.bincount(), "bincount"),
-    "repeat_interleave": (lambda: COUNTS.repeat_interleave(COUNTS), "repeat_interleave"),
-    "tensor_split": (lambda: torch.tensor_split(X, COUNTS), "tensor_split"),
-    "tensor": (lambda: torch.tensor([1.0, 2.0]), "tensor"),
-    "as_tensor": (lambda: torch.as_tensor([1.0, 2.0]), "as_tensor"),
-    "new_tensor": (lambda: X.new_tensor([1.0]), "new_tensor"),
-    "element = number": (lambda: X.__setitem__(0, 0.0), "copy_"),
-    "generator": (lambda: torch.rand(2, generator=torch.Generator()), "rand"),
-    "sparse": (lambda: SQUARE.to_sparse(), "sparse"),
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the bodies work on."""
+
+    x: torch.Tensor
+    mask: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def on(device: str) -> Inputs:
+        x = torch.arange(6.0, device=device)
+        return Inputs(x, x > 2, torch.tensor([1, 2], device=device))
+
+
+HERE = Inputs.on("cpu")
+Work = Callable[[Inputs], object]
+REFUSED: dict[str, tuple[Work, str]] = {
+    "item": (lambda w: w.x[0].item(), "item"),
+    "tolist": (lambda w: w.x.tolist(), "tolist"),
+    "cpu": (lambda w: w.x.cpu(), "cpu"),
+    "to cpu": (lambda w: w.x.to("cpu"), "to"),
+    "to device=cpu": (lambda w: w.x.to(device="cpu", dtype=torch.float64), "to"),
+    "numpy": (lambda w: w.x.numpy(), "numpy"),
+    "np.asarray": (lambda w: np.asarray(w.x), "__array__"),
+    "bool": (lambda w: bool(w.x[0]), "__bool__"),
+    "if": (lambda w: 1 if w.x[0] else 2, "__bool__"),
+    "and": (lambda w: w.x[0] and 1, "__bool__"),
+    "int": (lambda w: int(w.x[0]), "__int__"),
+    "float": (lambda w: float(w.x[0]), "__float__"),
+    "range": (lambda w: range(w.counts[0]), "__index__"),
+    "slice bound": (lambda w: w.x[: w.counts[0]], "_local_scalar_dense"),
+    "in": (lambda w: 1.0 in w.x, "__contains__"),
+    "print": (lambda w: f"{w.x}", "__format__"),
+    "repr": (lambda w: repr(w.x), "__repr__"),
+    "is_nonzero": (lambda w: torch.is_nonzero(w.x[0]), "is_nonzero"),
+    "equal": (lambda w: torch.equal(w.x, w.x), "equal"),
+    "allclose": (lambda w: torch.allclose(w.x, w.x), "allclose"),
+    "nonzero": (lambda w: w.x.nonzero(), "nonzero"),
+    "where": (lambda w: torch.where(w.mask), "nonzero"),
+    "masked_select": (lambda w: w.x.masked_select(w.mask), "masked_select"),
+    "boolean index": (lambda w: w.x[w.mask], "index.Tensor"),
+    "byte index": (lambda w: w.x[w.mask.byte()], "index.Tensor"),
+    "boolean store": (lambda w: w.x.index_put_((w.mask,), w.x[:3]), "index_put_"),
+    "boolean store of one element": (
+        lambda w: w.x.index_put_((w.mask,), w.x[:1]),
+        "index_put_",
+    ),
+    "unique": (lambda w: w.x.unique(), "unique"),
+    "bincount": (lambda w: w.counts.bincount(), "bincount"),
+    "repeat_interleave": (lambda w: w.counts.repeat_interleave(w.counts), "repeat_interleave"),
+    "tensor_split": (lambda w: torch.tensor_split(w.x, w.counts), "tensor_split"),
+    "tensor": (lambda w: torch.tensor([1.0, 2.0], device=w.x.device), "tensor"),
+    "as_tensor": (lambda w: torch.as_tensor([1.0, 2.0], device=w.x.device), "as_tensor"),
+    "new_tensor": (lambda w: w.x.new_tensor([1.0]), "new_tensor"),
+    "element = number": (lambda w: w.x.__setitem__(0, 0.0), "copy_"),
+    "generator": (lambda w: torch.rand(2, generator=torch.Generator()), "rand"),
+    "sparse": (lambda w: w.x.to_sparse(), "sparse"),
 }
 
 
-def body_of(work: Callable[[], object]) -> Callable[[], None]:
+def body_of(work: Work) -> Callable[[], None]:
     def body() -> None:
-        work()
+        work(HERE)
 
     return body
 
@@ -79,20 +98,22 @@ def test_refused_with_operation_and_line(name: str) -> None:
         graph.replay()
 
 
-ALLOWED: dict[str, Callable[[], object]] = {
-    "index": lambda: X[COUNTS],
-    "masked store of a number": lambda: X.clone().masked_fill_(MASK, 0.0),
-    "where": lambda: torch.where(MASK, X, 0.0),
-    "repeat with a size": lambda: COUNTS.repeat_interleave(COUNTS, output_size=3),
-    "repeat of a constant": lambda: COUNTS.repeat_interleave(2),
-    "its own device": lambda: X.to(X.device, torch.float64),
-    "shapes": lambda: X.new_zeros(X.shape[0], X.numel(), X.dim()),
-    "len": lambda: len(X),
-    "iteration": lambda: [x + 1 for x in X],
-    "data_ptr": lambda: X.data_ptr(),
-    "as_tensor of a tensor": lambda: torch.as_tensor(X),
-    "sort": lambda: X.sort(),
-    "softmax": lambda: X.softmax(0),
+ALLOWED: dict[str, Work] = {
+    "index": lambda w: w.x[w.counts],
+    "masked store of a number": lambda w: w.x.clone().masked_fill_(w.mask, 0.0),
+    "boolean store of a number": lambda w: w.x.clone().__setitem__(w.mask, 0.0),
+    "slice store of a number": lambda w: w.x.clone().__setitem__(slice(1, 3), 0.0),
+    "where": lambda w: torch.where(w.mask, w.x, 0.0),
+    "repeat with a size": lambda w: w.counts.repeat_interleave(w.counts, output_size=3),
+    "repeat of a constant": lambda w: w.counts.repeat_interleave(2),
+    "its own device": lambda w: w.x.to(w.x.device, torch.float64),
+    "shapes": lambda w: w.x.new_zeros(w.x.shape[0], w.x.numel(), w.x.dim()),
+    "len": lambda w: len(w.x),
+    "iteration": lambda w: [x + 1 for x in w.x],
+    "data_ptr": lambda w: w.x.data_ptr(),
+    "as_tensor of a tensor": lambda w: torch.as_tensor(w.x),
+    "sort": lambda w: w.x.sort(),
+    "softmax": lambda w: w.x.softmax(0),
 }
 
 
@@ -103,10 +124,38 @@ def test_allowed(name: str) -> None:
     graph.replay()
 
 
+ONLY_IN_A_CAPTURE = {"generator": "no sync, but its state isn't registered with the graph"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", sorted(set(REFUSED) - set(ONLY_IN_A_CAPTURE)))
+def test_a_device_refuses_the_same(name: str) -> None:
+    """What the recorder refuses, CUDA's sync debug mode (or the operation itself) refuses too."""
+    inputs = Inputs.on("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises((RuntimeError, TypeError)):
+            REFUSED[name][0](inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_device_allows_the_same(name: str) -> None:
+    """And what the recorder allows waits for nothing there."""
+    inputs = Inputs.on("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ALLOWED[name](inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_swallowed_refusal_is_still_one() -> None:
     def body() -> None:
         with contextlib.suppress(GraphError):
-            X[0].item()
+            HERE.x[0].item()
 
     graph = RecorderPlatform().new_graph()
     with pytest.raises(GraphError, match="item can't be captured"):
@@ -116,7 +165,7 @@ def test_a_swallowed_refusal_is_still_one() -> None:
 def captured() -> tuple[RecorderPlatform, RecorderGraph, torch.Tensor]:
     platform, out = RecorderPlatform(), torch.zeros(2)
     graph = platform.new_graph()
-    graph.capture(lambda: body_of(lambda: out.add_(1))())
+    graph.capture(lambda: body_of(lambda w: out.add_(1))())
     return platform, graph, out
 
 
@@ -132,7 +181,7 @@ def test_capture_inside_a_capture_leaves_both_usable() -> None:
             graph.replay()
 
     outer.capture(body)
-    inner.capture(body_of(lambda: out.sub_(1)))
+    inner.capture(body_of(lambda w: out.sub_(1)))
     out.fill_(1.0)
     for each in (graph, outer, inner):
         each.replay()
@@ -152,15 +201,15 @@ def test_a_failed_capture_leaves_other_graphs_and_itself_usable() -> None:
     platform, graph, out = captured()
     failing = platform.new_graph()
     with pytest.raises(GraphError):
-        failing.capture(body_of(lambda: X.tolist()))
+        failing.capture(body_of(lambda w: HERE.x.tolist()))
     with pytest.raises(ZeroDivisionError):
-        failing.capture(body_of(lambda: 1 / 0))
-    failing.capture(body_of(lambda: out.mul_(3)))
+        failing.capture(body_of(lambda w: 1 / 0))
+    failing.capture(body_of(lambda w: out.mul_(3)))
     out.fill_(1.0)
     graph.replay()
     failing.replay()
     assert out.tolist() == [6.0, 6.0]
-    assert X.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "no mode is left behind"
+    assert HERE.x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "no mode is left behind"
 
 
 def test_a_result_that_changes_its_shape_is_found() -> None:
@@ -172,7 +221,7 @@ def test_a_result_that_changes_its_shape_is_found() -> None:
     library.impl("prefix", lambda x, n: x[: int(n)].clone(), "CPU")
     out = torch.zeros(6)
     graph = RecorderPlatform().new_graph()
-    graph.capture(body_of(lambda: out[:1].copy_(torch.ops.anyattn_test.prefix(X, rows)[:1])))
+    graph.capture(body_of(lambda w: out[:1].copy_(torch.ops.anyattn_test.prefix(HERE.x, rows)[:1])))
     rows.fill_(3)
     with pytest.raises(GraphError, match="another shape"):
         graph.replay()

@@ -92,8 +92,8 @@ def refused_op(
     if name == "index":
         return _SHAPE if _has_mask(args[1]) else None
     if name in ("index_put", "index_put_", "_index_put_impl_"):
-        # A scalar is a masked fill; anything longer is counted against the mask first.
-        return _SHAPE if _has_mask(args[1]) and args[2].numel() != 1 else None
+        # A Python number is a masked fill; anything else is counted against the mask first.
+        return _SHAPE if _has_mask(args[1]) and not is_number(args[2]) else None
     if name == "repeat_interleave" and func._overloadname != "self_int":
         return None if kwargs.get("output_size") is not None else f"{_SHAPE}; give output_size"
     if kwargs.get("generator") is not None:
