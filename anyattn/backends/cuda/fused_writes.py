@@ -1,0 +1,42 @@
+"""K and V of a layer stored in one launch, for vendor families on a GPU where Triton is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anyattn.backends.cuda.fused_tables import triton_launches
+from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.pools.mha import MHAPool
+
+__all__ = ["FusedWriter", "offer_writer"]
+
+
+class FusedWriter:
+    """`MHAPool.write` as one kernel: scaled once, saturated; in any layout whose slots are rows."""
+
+    def __init__(self, pool: MHAPool) -> None:
+        from anyattn.kernels.triton import attention
+
+        self._pool, self._kernels = pool, attention
+        self._caches: dict[int, Any] = {}
+
+    def __call__(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at slots `loc int64 [T]` of the layer's own pool."""
+        cache = self._caches.get(layer_id)
+        if cache is None:
+            pool = self._pool
+            k_scale, v_scale = pool.scales(layer_id)
+            cache = self._caches[layer_id] = self._kernels.Cache.of(
+                pool.key_cache(layer_id), pool.value_cache(layer_id), pool.layout,
+                k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
+            )  # fmt: skip
+        self._kernels.kv_write(k, v, cache, loc)
+
+
+def offer_writer(pool: KVPool) -> FusedWriter | None:
+    """A writer for `pool`, or None where `pool.write` has to do: no Triton, or a layout without rows."""
+    if not isinstance(pool, MHAPool) or pool.layout not in ("NHD", "HND") or not triton_launches(pool.device):
+        return None
+    return FusedWriter(pool)
