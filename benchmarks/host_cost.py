@@ -37,7 +37,7 @@ __all__ = ["GRAPH_LIMIT", "HOST_LIMIT_US", "Cost", "HostTimer", "cost", "main"]
 
 HOST_LIMIT_US = 12.0
 GRAPH_LIMIT = 1.02
-_CALLS = 256
+_CALLS = 128
 """Layer calls between synchronisations: their launches fit into the driver's queue."""
 
 

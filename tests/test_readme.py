@@ -101,7 +101,7 @@ def test_make_targets_of_the_docs_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_and_variables(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[\w-]+)?\)", text):
+    for target in re.findall(r"\]\(((?!https:)[^)#]+?)(?:#[\w-]+)?\)", text):
         assert (page.parent / target).exists(), target
     assert set(re.findall(r"ANYATTN_[A-Z_]*[A-Z]", text)) <= set(VARIABLES)
     for path in re.findall(r"`((?:anyattn|tests|examples|benchmarks|ci|docs)/[\w/.-]+)`", text):

@@ -21,7 +21,7 @@ __all__ = ["BUILDERS", "TOOLKITS", "with_builds"]
 
 TOOLKITS: Mapping[str, tuple[int, int]] = {
     "sm100": (12, 8),
-    "sm103": (12, 8),
+    "sm103": (12, 9),
     "sm110": (13, 0),
     "sm120": (12, 8),
     "sm121": (12, 9),

@@ -32,10 +32,12 @@ def fa3(stage: Stage) -> Recipe:
     attend = library.flash_attn_with_kvcache
     options: dict[str, Any] = {"cache_seqlens": stage.lens, "page_table": stage.pages, "causal": True}
 
+    longest = stage.pages.shape[1] * stage.page  # what the kernel takes a table's width for
+
     def plan(step: int) -> object:
         lens = stage.lens if step == 0 else stage.host_lens[step].int().to(stage.device, non_blocking=True)
         return library.get_scheduler_metadata(
-            shape.requests, 1, shape.length, shape.num_q, shape.num_kv, shape.dim, lens,
+            shape.requests, 1, longest, shape.num_q, shape.num_kv, shape.dim, lens,
             qkv_dtype=shape.dtype, page_size=stage.page, causal=True,
         )  # fmt: skip
 

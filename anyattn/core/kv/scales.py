@@ -27,12 +27,16 @@ class KVScale:
     granularity: Literal["tensor", "head"]
 
     @staticmethod
-    def of(value: float | Sequence[float], num_kv_heads: int, device: torch.device | str) -> KVScale:
-        """From one number (per tensor) or Hkv numbers (per head).
+    def of(
+        value: float | Sequence[float] | torch.Tensor, num_kv_heads: int, device: torch.device | str
+    ) -> KVScale:
+        """From one number (per tensor) or Hkv numbers (per head), plain or as a checkpoint's tensor.
 
         Raises:
             PoolError: a scale that is zero, negative, infinite or NaN; a wrong count.
         """
+        if isinstance(value, torch.Tensor):
+            value = value.item() if value.numel() == 1 else value.flatten().tolist()
         per_head = not isinstance(value, (int, float))
         values = tuple(float(x) for x in value) if per_head else (float(value),)  # type: ignore[union-attr, arg-type]
         if per_head and len(values) != num_kv_heads:
