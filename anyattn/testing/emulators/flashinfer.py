@@ -32,7 +32,6 @@ _HOMES: dict[str, tuple[ModuleType, ...]] = {
     "flashinfer.prefill": (flashinfer_prefill, flashinfer_ragged),
     "flashinfer.attention": (flashinfer_sinks,),
     "flashinfer.mla": (flashinfer_mla, flashinfer_trtllm_mla),
-    "flashinfer.cascade": (flashinfer_states,),
     "flashinfer.page": (flashinfer_states,),
 }
 _ELSEWHERE = {
