@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from anyattn.core.batch import ForwardMode
 from anyattn.core.capabilities import CapabilityRow
 from anyattn.core.groups import PlanGroup
 from anyattn.core.plan import Plan, Table
@@ -83,12 +85,23 @@ class HostArrays:
     """Offsets of one step on the host, each made once: of queries, and of every table that is planned."""
 
     def __init__(self, plan: Plan) -> None:
-        exact = plan.batch.exact
-        assert exact is not None  # the row asks for exact lengths; the contract has checked them
-        self.qo_indptr = torch.zeros(plan.key.num_requests + 1, dtype=torch.int32)
-        torch.cumsum(exact.extend_lens, 0, dtype=torch.int32, out=self.qo_indptr[1:])
-        self.num_tokens = int(self.qo_indptr[-1])
+        self._plan = plan
         self._last: dict[Table, torch.Tensor] = {}
+
+    @cached_property
+    def qo_indptr(self) -> torch.Tensor:
+        """First query token of each request, `[B + 1]`."""
+        exact = self._plan.batch.exact
+        assert exact is not None  # the row asks for exact lengths; the contract has checked them
+        indptr = torch.zeros(self._plan.key.num_requests + 1, dtype=torch.int32)
+        torch.cumsum(exact.extend_lens, 0, dtype=torch.int32, out=indptr[1:])
+        return indptr
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Query tokens of requests: without the padding behind them."""
+        key = self._plan.key
+        return key.num_requests if key.mode is ForwardMode.DECODE else int(self.qo_indptr[-1])
 
     def pages(self, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(indptr [B + 1], tokens in the last page [B], tokens [B])` of a table.

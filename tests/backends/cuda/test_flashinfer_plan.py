@@ -71,7 +71,7 @@ def test_signatures_are_asked_not_versions() -> None:
 def _plan(batch: ForwardBatch) -> Plan:
     plan = Plan.__new__(Plan)
     plan.batch = batch
-    plan.key = type("Key", (), {"num_requests": batch.batch_size})()  # type: ignore[assignment]
+    plan.key = type("Key", (), {"num_requests": batch.batch_size, "mode": batch.forward_mode})()  # type: ignore[assignment]
     return plan
 
 
