@@ -26,7 +26,9 @@ def test_torch_native_is_called_alike() -> None:
     check_alike(stage, RECIPES["torch_native"](stage))
 
 
-@pytest.mark.parametrize(("name", "shape"), [("flashinfer", SMALL), ("fa3", SMALL), ("flashmla", LATENT)])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("flashinfer", SMALL), ("flashinfer", LATENT), ("fa3", SMALL), ("flashmla", LATENT)]
+)
 def test_libraries_are_called_alike(name: str, shape: Shape) -> None:
     """On emulated libraries: the recipe's call gives what the backend gives."""
     with emulating(name) as emulator:
@@ -57,7 +59,7 @@ def test_steps_differ_and_their_pages_fit() -> None:
         assert stage.indices(step).numel() == sum(pages)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("flashinfer", LATENT), ("fa3", LATENT), ("flashmla", SMALL)])
+@pytest.mark.parametrize(("name", "shape"), [("triton", LATENT), ("fa3", LATENT), ("flashmla", SMALL)])
 def test_shapes_without_a_recipe(name: str, shape: Shape) -> None:
     stage = Stage("torch_native", replace(shape, dtype=torch.float32), CPU)
     with pytest.raises(NoRecipe):
