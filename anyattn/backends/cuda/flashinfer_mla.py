@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from anyattn.core.groups import PlanGroup
 from anyattn.core.mla import materialised_spec
 from anyattn.core.mla_keys import KeyPart
 from anyattn.core.mla_prefill import run_materialised
-from anyattn.core.plan import Plan, Table, TableKind
+from anyattn.core.plan import Plan, TableKind
 from anyattn.core.spec import AttentionSpec
 from anyattn.core.traits import SharedReadEnds, Traits
 from anyattn.errors import PlanError
@@ -43,20 +44,16 @@ class _Unit:
 @dataclass(eq=False)
 class _Step:
     """`Plan.private`, by unit: the planned wrapper, and room for a log-sum-exp that nobody asked for;
-    materialised: a wrapper for each part of the keys, and the tokens that see none of them.
+    materialised: a wrapper for each part of the keys, and the tokens that see none of them. `slots` are a
+    captured plan's own wrappers, planned again before each replay. `rows`: tokens of all requests.
     """
 
+    rows: int
+
     runs: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     ragged: list[dict[KeyPart, Any]] = field(default_factory=list)
     blind: dict[KeyPart, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Captured:
-    """A graph's wrapper and buffers: planned again before each replay, never replaced."""
-
-    slot: Slot
-    lse: torch.Tensor
 
 
 class FlashInferMLA(AttentionBackend):
@@ -69,7 +66,6 @@ class FlashInferMLA(AttentionBackend):
         device = self.pool.device
         self._units: list[_Unit] = []
         self._unit_of = [self._unit(spec) for spec in self.pool.specs]
-        self._captured: dict[tuple[ForwardMode, int, int], list[_Captured]] = {}
         self._xqa: BlockTableDecode | None = None
         if config.form.kind is TableKind.BLOCK_TABLE:
             self._xqa = BlockTableDecode(config.name, "xqa", self._latents, device)
@@ -105,29 +101,31 @@ class FlashInferMLA(AttentionBackend):
         if self._xqa is not None:
             plan.private = self.config.limits.max_context if in_capture else max(1, plan.max_kv_len)
             return
-        step = plan.private = _Step()
-        assert plan.batch.exact is not None
-        queries = _offsets(plan.batch.exact.extend_lens)
+        queries = _offsets(plan)
+        step = _Step(int(queries[-1]))
+        plan.private = step
         if plan.mla_keys is not None:
             self._plan_ragged(plan, step, queries)
             return
-        key = plan.key.mode, plan.key.num_requests, plan.key.num_tokens
-        if in_capture and key not in self._captured:
-            self._captured[key] = [self._capture(unit, plan) for unit in self._units]
-        captured: Sequence[_Captured | None] = self._captured.get(key) or [None] * len(self._units)
-        for unit, kept in zip(self._units, captured, strict=True):
-            table = plan.tables[unit.group.table]
-
-            def call(wrapper: Any, unit: _Unit = unit, table: Table = table) -> None:
-                self._plan(wrapper, unit, table, queries, plan)
-
-            if kept is None:
-                lse = self._scratch(unit, plan)
-                step.runs.append((self._wrappers.plan(step, call), lse))
+        for unit in self._units:
+            call = partial(self._plan, unit, plan, queries)
+            if in_capture:
+                step.slots.append(Slot.of(self._graph_wrapper(unit, plan), self.pool.device))
+                wrapper = step.slots[-1].plan(call)
             else:
-                step.runs.append((kept.slot.plan(call), kept.lse))
+                wrapper = self._wrappers.plan(step, call)
+            shape = plan.key.num_tokens, unit.spec.num_q_heads
+            step.runs.append((wrapper, torch.empty(shape, dtype=torch.float32, device=self.pool.device)))
 
-    def _plan(self, wrapper: Any, unit: _Unit, table: Table, queries: torch.Tensor, plan: Plan) -> None:
+    def replan(self, plan: Plan) -> None:
+        """The captured wrappers are planned again in their own buffers."""
+        if self._xqa is None:
+            queries = _offsets(plan)
+            for unit, slot in zip(self._units, plan.private.slots, strict=True):
+                slot.plan(partial(self._plan, unit, plan, queries))
+
+    def _plan(self, unit: _Unit, plan: Plan, queries: torch.Tensor, wrapper: Any) -> None:
+        table = plan.tables[unit.group.table]
         host, (_, indices) = table.host, table.csr
         assert host is not None
         causal, heads = plan.max_q_len > 1, unit.spec.num_q_heads
@@ -156,21 +154,19 @@ class FlashInferMLA(AttentionBackend):
                 hint="split the batch, or choose another backend for this phase",
             ) from error
 
-    def _capture(self, unit: _Unit, plan: Plan) -> _Captured:
-        """A wrapper over buffers of its own, and over all of the memory that this table's pages live in."""
+    def _graph_wrapper(self, unit: _Unit, plan: Plan) -> Any:
+        """Over offsets of its own, and over the pages of the plan's table where they lie."""
         device, requests = self.pool.device, plan.key.num_requests
         _, indices = plan.tables[unit.group.table].csr
-        whole = indices.untyped_storage().nbytes() // indices.itemsize
-        wrapper = self._new(
+        return self._new(
             self._workspace,
             use_cuda_graph=True,
             qo_indptr=torch.zeros(requests + 1, dtype=torch.int32, device=device),
             kv_indptr=torch.zeros(requests + 1, dtype=torch.int32, device=device),
-            kv_indices=indices.as_strided((whole,), (1,), 0),
+            kv_indices=indices,
             kv_len_arr=torch.zeros(requests, dtype=torch.int32, device=device),
             backend=self._inner,
         )
-        return _Captured(Slot.of(wrapper, device), self._scratch(unit, plan))
 
     def _plan_ragged(self, plan: Plan, step: _Step, queries: torch.Tensor) -> None:
         assert plan.mla_keys is not None
@@ -190,9 +186,7 @@ class FlashInferMLA(AttentionBackend):
                     "kv_data_type": self.config.dtype,
                 }
 
-                def call(wrapper: Any, arguments: dict[str, Any] = arguments) -> None:
-                    wrapper.plan(queries, **arguments)
-
+                call = partial(_plan_ragged, queries, arguments)
                 wrappers[part] = self._ragged_wrappers.plan(step, call)
             step.ragged.append(wrappers)
         assert plan.host_extend_lens is not None
@@ -248,13 +242,16 @@ class FlashInferMLA(AttentionBackend):
         """`causal` is in the part's plan. Tokens without keys are set here: kernels differ in them."""
         step: _Step = call.plan.private
         wrapper = step.ragged[self._unit_of[call.layer.layer_id]][part]
+        q, out = (
+            call.q[: step.rows].contiguous(),
+            out[: step.rows],
+        )  # `run` takes no rows behind the last request
         direct = out if out.dtype == self.config.dtype else None
         if lse is None:
-            result = wrapper.run(call.q.contiguous(), k, v, out=direct)
+            result = wrapper.run(q, k, v, out=direct)
         else:
-            result, _ = wrapper.run(
-                call.q.contiguous(), k, v, out=direct, lse=lse, return_lse=True, **self._ragged_options
-            )
+            lse = lse[: step.rows]
+            result, _ = wrapper.run(q, k, v, out=direct, lse=lse, return_lse=True, **self._ragged_options)
             if not self._ragged_options:
                 lse.mul_(LN2)
         if direct is None:
@@ -274,17 +271,19 @@ class FlashInferMLA(AttentionBackend):
         self._units.append(_Unit(group, spec))
         return len(self._units) - 1
 
-    def _scratch(self, unit: _Unit, plan: Plan) -> torch.Tensor:
-        shape = plan.key.num_tokens, unit.spec.num_q_heads
-        return torch.empty(shape, dtype=torch.float32, device=self.pool.device)
-
 
 def _parameters(cls: Callable[..., Any], method: str) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(cls, method)).parameters)
 
 
-def _offsets(lens: torch.Tensor) -> torch.Tensor:
-    """int32 `[B + 1]` on the host."""
+def _plan_ragged(queries: torch.Tensor, arguments: dict[str, Any], wrapper: Any) -> None:
+    wrapper.plan(queries, **arguments)
+
+
+def _offsets(plan: Plan) -> torch.Tensor:
+    """Of the queries: int32 `[B + 1]` on the host."""
+    assert plan.batch.exact is not None
+    lens = plan.batch.exact.extend_lens
     offsets = torch.zeros(lens.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(lens, 0, dtype=torch.int32, out=offsets[1:])
     return offsets
@@ -311,10 +310,6 @@ def _check_tiles(plan: Plan, heads: int, causal: bool) -> None:
 
 
 def _blind(plan: Plan, part: KeyPart) -> torch.Tensor:
-    """bool `[T]` on the host: tokens of requests that have no keys in this part."""
+    """bool on the host, one for each token of a request: it has no keys in this part."""
     assert plan.batch.exact is not None
-    without = torch.tensor([not n for n in part.lens])
-    mask = torch.zeros(plan.key.num_tokens, dtype=torch.bool)
-    tokens = torch.repeat_interleave(without, plan.batch.exact.extend_lens)
-    mask[: tokens.shape[0]] = tokens
-    return mask
+    return torch.repeat_interleave(torch.tensor([not n for n in part.lens]), plan.batch.exact.extend_lens)

@@ -104,7 +104,6 @@ class FlashMLA(AttentionBackend):
             self._options["descale_q"] = torch.ones(1, dtype=torch.float32, device=self.pool.device)
         self._schedule = _Scheduler(library, self._latents.fp8, config.name)
         self._heads = tuple(dict.fromkeys(spec.num_q_heads for spec in self.pool.specs))
-        self._captured: dict[tuple[ForwardMode, int, int], dict[int, Schedule]] = {}
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the step's own tables. A schedule that the first layer makes can't be captured."""
@@ -122,16 +121,17 @@ class FlashMLA(AttentionBackend):
         Raises:
             FeatureError: requests of different lengths.
         """
+        plan.private = self._step(plan)
+
+    def replan(self, plan: Plan) -> None:
+        """The captured schedules keep their addresses and get this step's values."""
+        for heads, schedule in self._step(plan).schedules.items():
+            self._schedule.refresh(plan.private.schedules[heads], schedule)
+
+    def _step(self, plan: Plan) -> _Step:
         each = require_uniform(plan, self.config.name)
-        fresh = {heads: self._schedule(plan.seq_lens, each * heads, heads) for heads in self._heads}
-        key = plan.key.mode, plan.key.num_requests, each
-        kept = self._captured.get(key)
-        if in_capture and kept is None:
-            kept = self._captured[key] = fresh
-        elif kept is not None:
-            for heads, schedule in fresh.items():
-                self._schedule.refresh(kept[heads], schedule)
-        plan.private = _Step(each, fresh if kept is None else kept)
+        schedules = {heads: self._schedule(plan.seq_lens, each * heads, heads) for heads in self._heads}
+        return _Step(each, schedules)
 
     def forward_decode(self, call: AttentionCall) -> None:
         """As a verification of one token."""
