@@ -3,8 +3,8 @@
     python -m anyattn.testing.signatures FILE.json --from DISTRIBUTION.whl          says what differs
     python -m anyattn.testing.signatures FILE.json --from DISTRIBUTION.whl --write  records it
 
-`--from` also takes an unpacked folder; without it the installed distribution is read. A file names its targets
-(`module:Class.method`), so that it holds what adapters call and stand-ins imitate, and nothing else.
+`--from` also takes an unpacked folder; without it the installed distribution is read. A file names its
+targets (`module:Class.method`), so that it holds what adapters call and stand-ins imitate, and nothing else.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def signature_text(function: Any) -> str:
         if p.kind is p.KEYWORD_ONLY and not star:
             parts.append("*")
         star |= p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)
-        mark = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        mark = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
         default = None if p.default is p.empty else repr(p.default)
         parts.append(f"{mark}{name}" if mark else _word(name, default))
     return f"({', '.join(parts)})"
