@@ -122,6 +122,7 @@ class HostArrays:
             )
         last = self._last.get(table)
         if last is None:
-            before = (host.indptr[1:] - host.indptr[:-1] - 1).clamp_min_(0)
-            last = self._last[table] = host.kv_lens - before * table.form.kernel_page
+            page = table.form.kernel_page
+            rest = (host.kv_lens - 1).remainder_(page).add_(1)
+            last = self._last[table] = torch.minimum(rest, host.kv_lens)
         return host.indptr, last, host.kv_lens

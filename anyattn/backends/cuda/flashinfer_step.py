@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,19 @@ class Setup:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
+
+    @cached_property
+    def options(self) -> tuple[dict[str, Any], ...]:
+        """What every `plan` of a slot is given; never modified."""
+        return tuple(
+            {
+                "window_left": window_left(group.table.window),
+                "logits_soft_cap": group.logit_cap,
+                "sm_scale": group.scale,
+                "q_data_type": self.dtype,
+            }
+            for group, _ in self.slots
+        )
 
 
 class StepPlanner:
@@ -111,17 +125,17 @@ class StepPlanner:
         assert table.indices is not None
         wrapper.plan(
             indptr, table.indices, last, heads, group.num_kv_heads, group.head_dim, table.form.kernel_page,
-            **self._options(group), kv_data_type=kv_dtype, **_lens(wrapper, lens),
+            **self._of.options[index], kv_data_type=kv_dtype, **_lens(wrapper, lens),
         )  # fmt: skip
         return wrapper
 
     def _paged(self, index: int, table: Table, *, causal: bool) -> Any:
         group, heads = self._of.slots[index]
         indptr, last, lens = self._host.pages(table)
-        options = self._options(group)
+        options = self._of.options[index]
         if self._plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS:
             # The bits hold the window: it counts positions, the kernel's would count columns.
-            options |= {"packed_custom_mask": self._mask(group, table, lens), "window_left": -1}
+            options = options | {"packed_custom_mask": self._mask(group, table, lens), "window_left": -1}
         wrapper = self._wrapper(self._paged_kind(group, options["window_left"]), index, table)
         assert table.indices is not None
         wrapper.plan(
@@ -138,7 +152,7 @@ class StepPlanner:
         offsets = self._host.qo_indptr
         wrapper.plan(
             offsets, offsets, heads, group.num_kv_heads, group.head_dim, head_dim_vo=group.v_head_dim,
-            causal=causal, **self._options(group), kv_data_type=self._of.dtype,
+            causal=causal, **self._of.options[index], kv_data_type=self._of.dtype,
         )  # fmt: skip
         return wrapper
 
@@ -149,14 +163,6 @@ class StepPlanner:
             Role.SINKS, self._inner, head_dim=group.head_dim, v_head_dim=group.v_head_dim,
             dtype=self._of.dtype, window_left=left,
         )  # fmt: skip
-
-    def _options(self, group: PlanGroup) -> dict[str, Any]:
-        return {
-            "window_left": window_left(group.table.window),
-            "logits_soft_cap": group.logit_cap,
-            "sm_scale": group.scale,
-            "q_data_type": self._of.dtype,
-        }
 
     def _mask(self, group: PlanGroup, table: Table, lens: torch.Tensor) -> torch.Tensor:
         """Storage of a table's mask bits (`pack_mask`), filled by the device half."""
