@@ -19,7 +19,7 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, ModelKind, PageSizes, Provider
+from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, ModelKind, PageSizes, Phase, Provider
 
 __all__ = ["FA3_DENSE_ROWS", "FA3_MLA_ROWS", "FA4_DENSE_ROWS", "FA4_MLA_ROWS"]
 
@@ -37,19 +37,31 @@ _ENCODER = (Feature.BIDIRECTIONAL, Feature.ENCODER_ONLY, Feature.CROSS)
 def _phases(*dtypes: str, graph: int, masks: bool = False, **fields: Any) -> tuple[CapabilityRow, ...]:
     """All phases. Lengths stay on the device, but an extend's longest query is an argument.
 
-    `masks`: a row of explicit masks for verification, without windows: their rule is by position, which a
-    table of the keys that a draft sees can't say (see `backends.cuda.flash_tree`).
+    `masks`: rows of explicit masks, too, without windows: their rule is by position, which a table of the
+    keys that a query sees can't say (see `backends.cuda.flash_tree`). For verification they come first, so
+    that a model without windows can verify trees unasked.
     """
-    trees: tuple[CapabilityRow, ...] = ()
-    if masks:
-        features = tuple(f for f in fields["features"] if f not in (Feature.WINDOW, *_ENCODER))
-        tree = fields | {"features": (*features, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY)}
-        tree |= {"determinism": 1, "method": f"{fields['method']}, trees by cascade"}
-        trees = per_dtype(*dtypes, phases=(VERIFY,), host_lengths=0, graph=graph, **tree)
+
+    def rows(lengths: int, *phases: Phase, **more: Any) -> tuple[CapabilityRow, ...]:
+        given = {**fields, **more, "host_lengths": lengths, "graph": graph}
+        return per_dtype(*dtypes, phases=phases, **given)
+
+    plain = (*rows(1, PREFILL), *rows(0, DECODE, VERIFY, DRAFT))
+    if not masks:
+        return plain
+    unmasked = (Feature.WINDOW, Feature.ENCODER_ONLY, Feature.CROSS)
+    features = tuple(f for f in fields["features"] if f not in unmasked)
+    masked = {
+        "features": (*features, Feature.EXPLICIT_MASK, Feature.TREE_VERIFY),
+        "determinism": 1,
+        "method": f"{fields['method']}, trees by cascade",
+    }
+    slow = {"degraded": "masked extends list every key of every query: tokens x context entries a step"}
     return (
-        *trees,
-        *per_dtype(*dtypes, phases=(PREFILL,), host_lengths=1, graph=graph, **fields),
-        *per_dtype(*dtypes, phases=(DECODE, VERIFY, DRAFT), host_lengths=0, graph=graph, **fields),
+        *rows(0, VERIFY, **masked),
+        *plain,
+        *rows(1, PREFILL, **masked, **(slow if "degraded" not in fields else {})),
+        *rows(0, DECODE, DRAFT, **masked),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep, GroupCall, query_rows
+from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep
 from anyattn.backends.cuda.flash_providers import aligned, load_flash
 from anyattn.backends.cuda.flash_tree import TreeTables, run_tree
 from anyattn.backends.cuda.fused_tables import offer_filler
@@ -17,6 +18,7 @@ from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.scales import KVScale, quantize
+from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
 from anyattn.core.state import AttentionState
@@ -33,6 +35,21 @@ def split_count(config: BackendConfig, version: int) -> int:
     """
     whole = version == 4 and not set(SM90).isdisjoint(config.row.architectures)
     return 1 if whole or config.deterministic is Determinism.BATCH_INVARIANT else 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Layer:
+    """A layer as it was first called. `group`: number of its plan group. `k`, `v`: `[pages, P, Hkv, D]`.
+
+    `widest`: it has as many query heads as any of its group, so the group's schedule is its own.
+    """
+
+    layer: AttentionLayer
+    group: int
+    k: torch.Tensor
+    v: torch.Tensor
+    widest: bool
+    cross: bool
 
 
 class FlashAttention(AttentionBackend):
@@ -56,7 +73,7 @@ class FlashAttention(AttentionBackend):
         self._check_build()
         self.planner = FlashPlanner(self.library, config, split_count(config, self.version))
         self._fp8, self._unit = is_fp8(self.pool.kv_dtype), KVScale.of(1.0, 1, self.pool.device)
-        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, _Layer] = {}
         self._trees = TreeTables(self.table)
         offer_filler(self.compiler, self.table)
 
@@ -90,11 +107,12 @@ class FlashAttention(AttentionBackend):
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Arguments of every plan group, and storage for the rows of a mask."""
-        rows = query_rows(plan, in_capture)
-        step = plan.private = FlashStep(rows, in_capture and plan.key.mode is not ForwardMode.DECODE)
-        step.calls = self.planner.calls(plan, in_capture=in_capture)
+        step = plan.private = self.planner.step(plan, in_capture=in_capture)
         if plan.mask_cells is not None:
-            step.tree = self._trees.prepare(plan, stable=self._stable(plan))
+            step.tree = self._trees.prepare(plan, self.planner.longest_query(plan, in_capture))
+
+    def replan(self, plan: Plan) -> None:
+        """Nothing: what a graph was captured with bounds every batch of its shape."""
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Tables, rows of masked queries, and the tile schedule, once for all layers of a plan group."""
@@ -104,11 +122,7 @@ class FlashAttention(AttentionBackend):
         step: FlashStep = plan.private
         if step.tree is not None:
             self._trees.fill(plan, step.tree)
-        self.planner.fill(step, stable=self._stable(plan))
-
-    def _stable(self, plan: Plan) -> bool:
-        """What the step adds lives where the compiler's tensors do: a split prefill's outlives other steps."""
-        return self._buffers is not None and plan.key.mode is not ForwardMode.SPLIT_PREFILL
+        self.planner.fill(step, stable=plan.stable)
 
     def forward_decode(self, call: AttentionCall) -> None:
         """Paged, one query a request."""
@@ -117,68 +131,69 @@ class FlashAttention(AttentionBackend):
     def forward_extend(self, call: AttentionCall) -> None:
         """Paged through the group's table, or ragged over the step's own keys."""
         step: FlashStep = call.plan.private
-        planned = step.calls[call.group]
-        if planned.fresh is not None and call.k is not None:
-            planned = planned.fresh
-        q, out, lse = call.q, call.out, call.lse
+        layer = self._layers.get(call.layer.layer_id)
+        if layer is None or layer.layer is not call.layer:
+            layer = self._layers[call.layer.layer_id] = self._known(call)
+        planned = step.calls[layer.group]
+        q, out, lse, rows = call.q, call.out, call.lse, step.rows
         if step.clear:
             out.zero_()
-        if step.rows is not None and step.rows != q.shape[0]:
-            q, out = q[: step.rows], out[: step.rows]
-            lse = None if lse is None else lse[: step.rows]
-        if not q.shape[0]:
+        if rows != q.shape[0]:
+            q, out, lse = q[:rows], out[:rows], None if lse is None else lse[:rows]
+        if not rows:
             return
-        k, v = self._keys(call, planned, q.shape[0])
-        if self._fp8 and planned.table is not None:
-            q = quantize(q, self._unit, self.pool.kv_dtype)  # q, k and v have one dtype
-        if step.tree is not None and call.layer.spec.kind is not AttentionKind.CROSS:
-            run_tree(call, step.tree, planned, q, k, v, out, lse, self.descales)
-        else:
-            self._attend(call, planned, q, k, v, out, lse)
-
-    def _attend(
-        self, call: AttentionCall, planned: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        scheduled = planned.scheduled if q.shape[1] == planned.heads else None
-        given: dict[str, torch.Tensor | None] = {}
-        if self._fp8 and planned.table is not None:
-            given = self.descales(call, call.plan.key.num_requests)
-        sinks = call.layer.sinks
-        if sinks is not None and lse is None:
-            given["sinks"] = sinks if self.library.sink_dtype is None else sinks.to(self.library.sink_dtype)
-        planned.function.run(q, k, v, scheduled or planned.arguments, out, lse, **given)
-        if lse is None:
-            return
-        if not planned.causal:
-            lse.masked_fill_(torch.isposinf(lse), -torch.inf)  # how some builds mark a query without keys
-        if sinks is not None:
-            # Builds differ in whether their log-sum-exp counts sinks: ours is made of one that has none.
-            state = AttentionState(out, lse).finalise(sinks)
-            out.copy_(state.out)
-            lse.copy_(state.lse)
-
-    def _keys(self, call: AttentionCall, planned: GroupCall, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This step's own keys, or the layer's caches in kernel pages `[pages, P, Hkv, D]`."""
+        k, v = layer.k, layer.v
+        if planned.fresh is not None and call.k is not None:
+            planned = planned.fresh
         if planned.table is None:
             assert call.k is not None
             assert call.v is not None
-            return aligned(call.k[:rows]), aligned(call.v[:rows])
-        layer_id = call.layer.layer_id
-        caches = self._caches.get(layer_id)
-        if caches is None:
-            pool, page = self.pool, self.config.form.kernel_page
-            assert isinstance(pool, MHAPool)
-            k, v = pool.key_cache(layer_id), pool.value_cache(layer_id)
-            caches = k.view(-1, page, *k.shape[2:]), v.view(-1, page, *v.shape[2:])
-            self._caches[layer_id] = caches
-        return caches
+            k, v = aligned(call.k[:rows]), aligned(call.v[:rows])
+        elif self._fp8:
+            q = quantize(q, self._unit, self.pool.kv_dtype)  # q, k and v have one dtype
+        if step.tree is not None and not layer.cross:
+            run_tree(call, step.tree, planned, q, k, v, out, lse, self.descales)
+            return
+        arguments = planned.scheduled if layer.widest else planned.arguments
+        sinks = call.layer.sinks
+        given = self.descales(call, call.plan.key.num_requests) if self._fp8 and planned.table else {}
+        if sinks is not None and lse is None:
+            given["sinks"] = sinks if self.library.sink_dtype is None else sinks.to(self.library.sink_dtype)
+        planned.function.run(q, k, v, arguments, out, lse, given)
+        if lse is not None:
+            _finish(out, lse, sinks, exact=planned.causal)
 
-    def descales(self, call: AttentionCall, requests: int) -> dict[str, torch.Tensor | None]:
+    def _known(self, call: AttentionCall) -> _Layer:
+        """What stays from step to step: caches in kernel pages, the group's place, whose schedule fits."""
+        layer_id, group, pool = call.layer.layer_id, call.group, self.pool
+        groups, page = self.config.groups, self.config.form.kernel_page
+        assert isinstance(pool, MHAPool)
+        k, v = pool.key_cache(layer_id), pool.value_cache(layer_id)
+        return _Layer(
+            call.layer,
+            groups.plan_groups.index(group),
+            k.view(-1, page, *k.shape[2:]),
+            v.view(-1, page, *v.shape[2:]),
+            call.layer.spec.num_q_heads == groups.max_q_heads[group],
+            call.layer.spec.kind is AttentionKind.CROSS,
+        )
+
+    def descales(self, call: AttentionCall, requests: int) -> dict[str, torch.Tensor]:
         """`k_descale` and `v_descale`: views `[requests, Hkv]` of the pool's scales that aren't 1."""
         heads = call.group.num_kv_heads
         scales = zip(("k_descale", "v_descale"), self.pool.scales(call.layer.layer_id), strict=True)
         return {name: s.device.expand(requests, heads) for name, s in scales if not s.is_one}
+
+
+def _finish(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, *, exact: bool) -> None:
+    """`out` and `lse` of a call without sinks become the layer's; `exact`: every query has a key."""
+    if not exact:
+        lse.masked_fill_(torch.isposinf(lse), -torch.inf)  # how some builds mark a query without keys
+    if sinks is not None:
+        # Builds differ in whether their log-sum-exp counts sinks: ours is made of one that has none.
+        state = AttentionState(out, lse).finalise(sinks)
+        out.copy_(state.out)
+        lse.copy_(state.lse)
 
 
 class FlashAttention3(FlashAttention):

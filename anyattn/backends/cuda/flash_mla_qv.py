@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from anyattn.backends.cuda.flash_attention import split_count
-from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep, query_rows
+from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep
 from anyattn.backends.cuda.flash_providers import aligned, load_flash
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.core.batch import ForwardMode
@@ -62,9 +62,10 @@ class FlashLatent(AttentionBackend):
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Arguments of every plan group."""
-        clear = in_capture and plan.key.mode is not ForwardMode.DECODE
-        step = plan.private = FlashStep(query_rows(plan, in_capture), clear)
-        step.calls = self.planner.calls(plan, in_capture=in_capture)
+        plan.private = self.planner.step(plan, in_capture=in_capture)
+
+    def replan(self, plan: Plan) -> None:
+        """Nothing: what a graph was captured with bounds every batch of its shape."""
 
     def forward_decode(self, call: AttentionCall) -> None:
         """Absorbed, one query a request."""
@@ -79,18 +80,17 @@ class FlashLatent(AttentionBackend):
             return
         if step.clear:
             call.out.zero_()
-        rows = call.q.shape[0] if step.rows is None else step.rows
+        rows, rank = step.rows, call.layer.spec.v_head_dim
         if not rows:
             return
-        rank = call.layer.spec.v_head_dim
         q, out = call.q[:rows], call.out[:rows]
         lse = None if call.lse is None else call.lse[:rows]
-        planned = step.calls[call.group]
+        planned = step.calls[self.config.groups.plan_groups.index(call.group)]
         cache = self._latents.latent_cache(call.layer.layer_id)
         pages = cache.view(-1, self.config.form.kernel_page, *cache.shape[2:])
         planned.function.run(
             q[..., rank:], pages[..., rank:], pages[..., :rank], planned.arguments, out, lse,
-            qv=aligned(q[..., :rank]),
+            {"qv": aligned(q[..., :rank])},
         )  # fmt: skip
 
     def _ragged(

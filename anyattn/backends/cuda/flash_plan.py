@@ -18,7 +18,7 @@ from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
 from anyattn.core.traits import Determinism
 
-__all__ = ["FlashPlanner", "FlashStep", "GroupCall", "query_rows"]
+__all__ = ["FlashPlanner", "FlashStep", "GroupCall"]
 
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 
@@ -29,38 +29,35 @@ class GroupCall:
 
     Attributes:
         function, arguments: what is called, with its keyword arguments. table: None = keys are arguments.
-        schedule: arguments of the build's scheduler, whose result holds for layers of `heads` query heads.
-        scheduled: `arguments` with that result; its tensor keeps its address under graphs.
+        schedule: arguments of the build's scheduler, whose result holds for layers of the group's largest
+            head count. scheduled: `arguments` with that result; its tensor keeps its address under graphs.
         fresh: the same over k and v alone, for layers that pass them in a step without cached keys.
     """
 
     function: FlashFunction
     arguments: dict[str, Any]
     table: Table | None
-    heads: int
     causal: bool
     schedule: dict[str, Any] | None = None
-    scheduled: dict[str, Any] | None = None
+    scheduled: dict[str, Any] = field(default_factory=dict)
     fresh: GroupCall | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduled = self.scheduled or self.arguments
 
 
 @dataclass(eq=False)
 class FlashStep:
-    """`Plan.private`: the calls of a step.
+    """`Plan.private`: the calls of a step, one for each plan group, in their order.
 
-    `rows`: query rows that belong to requests, where the host knows; the kernels are given no more.
-    `clear`: rows behind them are written by nobody and must be finite.
+    `rows`: query rows that belong to requests, padded ones included, as far as the host knows; the kernels
+    are given no more. `clear`: rows behind them are written by nobody and must be finite.
     """
 
-    rows: int | None
+    calls: list[GroupCall]
+    rows: int
     clear: bool
-    calls: dict[PlanGroup, GroupCall] = field(default_factory=dict)
     tree: TreeRows | None = None
-
-
-def query_rows(plan: Plan, in_capture: bool) -> int | None:
-    """Query rows that belong to requests, padded ones included; None where the host can't know."""
-    return None if plan.host_extend_lens is None or in_capture else sum(plan.host_extend_lens)
 
 
 class FlashPlanner:
@@ -79,17 +76,29 @@ class FlashPlanner:
         self._key_dtype = config.pool.kv_dtype if is_fp8(config.pool.kv_dtype) else config.dtype
         self._held: dict[PlanGroup, torch.Tensor] = {}
 
-    def calls(self, plan: Plan, *, in_capture: bool) -> dict[PlanGroup, GroupCall]:
-        """One call for each plan group."""
-        groups = self.config.groups.plan_groups
-        return {group: self._call(plan, group, in_capture=in_capture) for group in groups}
+    def step(self, plan: Plan, *, in_capture: bool) -> FlashStep:
+        """Host half: arguments, from shapes and bounds."""
+        calls = [self._call(plan, g, in_capture=in_capture) for g in self.config.groups.plan_groups]
+        known = plan.host_extend_lens is not None and not in_capture
+        decode = plan.key.mode is ForwardMode.DECODE
+        rows = sum(plan.host_extend_lens or ()) if known and not decode else plan.key.num_tokens
+        return FlashStep(calls, rows, clear=in_capture and not decode)
+
+    def longest_query(self, plan: Plan, in_capture: bool) -> int:
+        """Query tokens that a request of this step can have; of any step that replays it, in a capture."""
+        longest = plan.max_q_len
+        if in_capture and plan.batch.exact is not None and plan.key.mode is not ForwardMode.DECODE:
+            verifies = plan.key.mode is ForwardMode.TARGET_VERIFY
+            drafts = self.config.limits.max_draft_tokens if verifies else plan.key.num_tokens
+            longest = max(longest, min(drafts, plan.key.num_tokens))
+        return max(1, longest)
 
     def _call(self, plan: Plan, group: PlanGroup, *, in_capture: bool) -> GroupCall:
         kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
         causal = kind is AttentionKind.CAUSAL
         common: dict[str, Any] = {
             "cu_q": plan.query_offsets,
-            "max_q": max(1, plan.max_q_len),
+            "max_q": self.longest_query(plan, in_capture),
             "scale": group.scale,
             "causal": causal,
             "cap": group.logit_cap,
@@ -98,7 +107,7 @@ class FlashPlanner:
         }
         table = plan.tables.get(group.table)
         if table is None:
-            return self._ragged(plan, group, common)
+            return self._ragged(plan, common)
         function = self.library.paged
         arguments = function.bind(
             table=table.blocks,
@@ -106,18 +115,18 @@ class FlashPlanner:
             max_k=_widest(table) if "implementation" in function.names else None,  # vLLM's has no default
             **common,
         )
-        call = GroupCall(function, arguments, table, self.config.groups.max_q_heads[group], causal)
+        call = GroupCall(function, arguments, table, causal)
         masked = plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS
         if self.library.schedule is not None and not masked:
             call.schedule = self._schedule(plan, group, table, common)
         if self._is_fresh(plan, group) and not (masked or in_capture):
-            call.fresh = self._ragged(plan, group, common)
+            call.fresh = self._ragged(plan, common)
         return call
 
-    def _ragged(self, plan: Plan, group: PlanGroup, common: dict[str, Any]) -> GroupCall:
-        function, heads = self.library.ragged, self.config.groups.max_q_heads[group]
+    def _ragged(self, plan: Plan, common: dict[str, Any]) -> GroupCall:
+        function = self.library.ragged
         arguments = function.bind(cu_k=plan.query_offsets, max_k=common["max_q"], **common)
-        return GroupCall(function, arguments, None, heads, common["causal"])
+        return GroupCall(function, arguments, None, common["causal"])
 
     def _is_fresh(self, plan: Plan, group: PlanGroup) -> bool:
         """k and v are all there is, and the same bits as in the pool: then nothing need be paged."""
@@ -148,7 +157,7 @@ class FlashPlanner:
     def fill(self, step: FlashStep, *, stable: bool) -> None:
         """Device half: the schedules. `stable`: at addresses that graphs may keep."""
         schedule = self.library.schedule
-        for group, call in step.calls.items():
+        for group, call in zip(self.config.groups.plan_groups, step.calls, strict=True):
             if call.schedule is not None and schedule is not None:
                 fresh = schedule.call(**call.schedule)
                 settled = self._settled(group, fresh) if stable else fresh

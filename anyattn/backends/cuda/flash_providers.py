@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -65,18 +65,18 @@ _ALIGN = 16  # bytes: what TMA descriptors and vector loads want of pointers and
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """`x` as the kernels can load it: contiguous heads, 16-byte aligned rows. A copy only where it isn't."""
-    size = x.itemsize
-    *outer, inner = x.stride()
-    if inner == 1 and x.data_ptr() % _ALIGN == 0 and not any(s * size % _ALIGN for s in outer):
-        return x
+    if not x.data_ptr() % _ALIGN:
+        if x.is_contiguous():  # heads are whole multiples of the alignment (`CapabilityRow.head_dims`)
+            return x
+        *outer, inner = x.stride()
+        unit = _ALIGN // x.itemsize
+        if inner == 1 and not any(s % unit for s in outer):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 class FlashFunction:
-    """One function of a build with the names that it gives to our arguments.
-
-    `writes_out`: it can write into a tensor that it is given.
-    """
+    """One function of a build with the names that it gives to our arguments."""
 
     def __init__(self, call: Callable[..., Any], parameters: Iterable[str], *, version: int = 3) -> None:
         have = set(parameters)
@@ -86,7 +86,7 @@ class FlashFunction:
             for ours, theirs in ALIASES.items()
             if not have.isdisjoint(theirs)
         }
-        self.writes_out = "out" in self.names
+        self._out, self._lse = self.names.get("out"), self.names.get("lse")
         self._constant = {"fa_version": version} if "implementation" in self.names else {}
 
     @staticmethod
@@ -123,31 +123,31 @@ class FlashFunction:
         bound: dict[str, Any],
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
-        **given: torch.Tensor | None,
+        given: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Attend: `q [T, Hq, D]`, paged or ragged `k`, `v`. Writes `out [T, Hq, Dv]` and, unless None,
         the natural-log `lse [T, Hq]`.
 
-        `given`: sinks, qv, k_descale, v_descale, as the layer has them.
+        `bound` is of `bind` and isn't changed. `given`: sinks, qv, k_descale, v_descale of the layer.
         """
-        names, extra = self.names, dict(bound)
+        arguments = bound.copy()
         for name, value in given.items():
-            if value is not None:
-                extra[names[name]] = value
+            arguments[self.names[name]] = value
         # fp8 inputs give bf16; another dtype, or rows that vector stores can't reach, are copied.
-        inner = self.writes_out and out.is_contiguous() and _result_dtype(q) == out.dtype
+        inner = self._out is not None and out.is_contiguous() and out.dtype == _result_dtype(q)
         if inner:
-            extra[names["out"]] = out
-        if lse is not None and "lse" in names:
-            extra[names["lse"]] = True
-        result = self.call(aligned(q), k, v, **extra)
+            arguments[self._out] = out  # type: ignore[index]
+        if lse is not None and self._lse is not None:
+            arguments[self._lse] = True
+        result = self.call(aligned(q), k, v, **arguments)
+        if inner and lse is None:
+            return
         values: tuple[torch.Tensor, ...] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         if not inner:
             out.copy_(values[0])
         if lse is not None:
-            raw: torch.Tensor = values[1]
-            token_major = self.version == 4 and given.get("qv") is not None
-            lse.copy_(raw if token_major else raw.t())
+            raw = values[1]
+            lse.copy_(raw if self.version == 4 and "qv" in given else raw.t())
 
 
 def _result_dtype(q: torch.Tensor) -> torch.dtype:

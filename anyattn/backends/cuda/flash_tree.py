@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Descales", "TreeRows", "TreeTables", "run_tree"]
 
-Descales = Callable[[AttentionCall, int], dict[str, torch.Tensor | None]]
+Descales = Callable[[AttentionCall, int], dict[str, torch.Tensor]]
 """`(call, requests) -> k_descale and v_descale [requests, Hkv]`, as far as there are any."""
 
 
@@ -51,10 +51,11 @@ class TreeTables:
         self._source = table
         self._held: dict[tuple[int, int, bool], TreeRows] = {}
 
-    def prepare(self, plan: Plan, *, stable: bool) -> TreeRows:
+    def prepare(self, plan: Plan, longest_query: int) -> TreeRows:
         """Host half: storage by shape and bounds."""
-        drafts_only = plan.mask_mode is TreeMaskMode.QLEN_ONLY
-        width = max(1, plan.max_q_len if drafts_only else plan.max_kv_len)
+        drafts_only, stable = plan.mask_mode is TreeMaskMode.QLEN_ONLY, plan.stable
+        longest = self._source.max_context if stable else max(1, plan.max_kv_len)
+        width = longest_query if drafts_only else longest
         key = (plan.key.num_tokens, width, drafts_only)
         rows = self._held.get(key) if stable else None
         if rows is None:
@@ -129,14 +130,14 @@ def run_tree(
 
 def _given(
     call: AttentionCall, k: torch.Tensor, descales: Descales, requests: int
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, torch.Tensor]:
     """Scales of 8-bit keys, one row for each request of the call that they go with."""
     return descales(call, requests) if k.itemsize == 1 else {}
 
 
 def _part(
     planned: GroupCall, changed: dict[str, Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, given: dict[str, torch.Tensor | None],
+    out: torch.Tensor, given: dict[str, torch.Tensor],
 ) -> AttentionState:  # fmt: skip
     """The group's call without a causal rule, over other keys, as a state that merges."""
     names = planned.function.names
@@ -144,5 +145,5 @@ def _part(
     arguments[names["causal"]] = False
     part = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    planned.function.run(q, k, v, arguments, part, lse, **given)
+    planned.function.run(q, k, v, arguments, part, lse, given)
     return AttentionState(part, lse.masked_fill_(torch.isposinf(lse), -torch.inf))
