@@ -14,7 +14,11 @@ import anyattn
 from anyattn.core.groups import TableGroup
 from anyattn.core.strategy import Strategy
 from anyattn.errors import FeatureError
+from anyattn.testing.checks import Subject
+from anyattn.testing.declared import declared
 from anyattn.testing.emulators import emulating
+from anyattn.testing.kit import run_item
+from anyattn.testing.plan import plan_random
 
 
 @pytest.fixture
@@ -193,3 +197,11 @@ def test_masks_stay_out_of_captures(calls: Calls) -> None:
     mask = anyattn.ExplicitMask.from_matrices([torch.ones(2, 10, dtype=torch.bool)])
     with pytest.raises(FeatureError, match="capture"):
         setting.backend.init_forward_metadata_out_graph(setting.extend([8], [2], mask=mask), in_capture=True)
+
+
+@pytest.mark.parametrize("host", ["cuda:sm90", "cuda:sm120"])
+def test_random_steps_agree_with_the_oracle(host: str) -> None:
+    with emulating("flashinfer", host):
+        subject = Subject(declared("flashinfer", "cpu", host), "cpu", host)
+        results = [run_item(item, subject) for item in plan_random(subject.declared, 12, seed=5).items]
+    assert [(r.item, r.why) for r in results if not r.passed] == []
