@@ -76,12 +76,12 @@ def attend(
         (or -inf).
     """
     q, k, v = (x.to(torch.float64) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    rows, heads, group = q.shape[0], q.shape[1], q.shape[1] // k.shape[1]
     if not poisoned:
         v = torch.where(seen.any(0)[:, None, None], v, 0.0)
-    factor = torch.as_tensor(scale, dtype=torch.float64).reshape(-1, 1, 1)
-    logits = torch.einsum("nhd,mhd->hnm", q, k) * factor
+    shared = q.reshape(rows, k.shape[1], group, q.shape[2])
+    logits = torch.einsum("nkgd,mkd->kgnm", shared, k).reshape(heads, rows, k.shape[0])
+    logits = logits * torch.as_tensor(scale, dtype=torch.float64).reshape(-1, 1, 1)
     if cap:
         logits = cap * torch.tanh(logits / cap)
     logits = logits.masked_fill(~seen, -math.inf)
@@ -89,7 +89,8 @@ def attend(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(torch.float64)[:, None])
     weights = torch.exp(logits - torch.where(torch.isneginf(lse), 0.0, lse)[:, :, None])
-    return torch.einsum("hnm,mhd->nhd", weights, v), lse.T
+    out = torch.einsum("kgnm,mkd->nkgd", weights.view(k.shape[1], group, rows, k.shape[0]), v)
+    return out.reshape(rows, heads, v.shape[2]), lse.T
 
 
 def fingerprint(*values: object) -> int:
