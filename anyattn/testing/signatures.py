@@ -143,7 +143,7 @@ def _parsed(source: Source, module: str) -> tuple[bool, ast.Module | None]:
 
 def _defined(body: Sequence[ast.stmt], name: str) -> ast.stmt | None:
     """The last definition of a name that isn't an `@overload`."""
-    found = None
+    found: ast.stmt | None = None
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             if not any(ast.unparse(d).endswith("overload") for d in node.decorator_list):
@@ -210,7 +210,8 @@ def _plain(default: str) -> str:
 
 def signature_text(function: Any) -> str:
     """The same text of a live function, method or class."""
-    parts, star = [], False
+    parts: list[str] = []
+    star = False
     for name, p in inspect.signature(function).parameters.items():
         if not parts and name in ("self", "cls"):
             continue
