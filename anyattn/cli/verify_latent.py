@@ -12,7 +12,7 @@ __all__ = ["serves_latents_alone", "verify_latents"]
 
 _QUICK, _FULL = 60, 1500
 _SHOWN = 10
-_ELSEWHERE = {"mutants": False, "random": None, "write": None, "workers": None}
+_ELSEWHERE = {"random": None, "write": None, "workers": None}
 """Options of dense verification that say nothing here, and their defaults."""
 
 
@@ -47,7 +47,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
             raise ConfigError(
                 f"--{name} on latent models",
                 asked=f"--{name}",
-                allowed="--quick, --full, --cases, --case, --seed",
+                allowed="--quick, --full, --cases, --case, --seed, --mutants",
                 hint=f"leave --{name} out, or --latent where the backend serves dense models too",
             )
     if host is not None:
@@ -56,6 +56,8 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
         from anyattn.testing.mla_interpreter import offer_triton_mla
 
         offer_triton_mla()
+    if args.mutants:
+        return _mutants(args, device, host)
     if args.case is not None:
         return _one_case(args, device, host)
     declared = latent_declared(args.backend, device, host)
@@ -64,6 +66,15 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
     outcome |= {"backend": declared.record.name, "target": declared.facts.target, "kind": "mla"}
     print(json.dumps(outcome, indent=2) if args.json else _text(outcome, args, device))
     return 1 if outcome["failed"] or not outcome["cases"] else 0
+
+
+def _mutants(args: argparse.Namespace, device: str, host: str | None) -> int:
+    from anyattn.testing.mutants.hunt import hunt_text
+    from anyattn.testing.mutants.latent import hunt_latents
+
+    found = hunt_latents(args.backend, device, host)
+    print(json.dumps([caught.to_json() for caught in found], indent=2) if args.json else hunt_text(found))
+    return 0 if all(caught.caught for caught in found) else 1
 
 
 def _one_case(args: argparse.Namespace, device: str, host: str | None) -> int:
