@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from anyattn.core.capabilities import Feature, Phase
 from anyattn.testing.cases import Case
 from anyattn.testing.declared import Declared
 
@@ -27,29 +28,40 @@ class Shape:
     dtypes: tuple[str, str]
     layout: str = "NHD"
     fp8: tuple[tuple[str, str], ...] = ()
+    lse: bool = True
 
     def case(self, **fields: Any) -> Case:
-        """A case of this shape."""
+        """A case of this shape. It asks for the LSE where that is declared."""
         base = {
             "num_q_heads": self.heads[0], "num_kv_heads": self.heads[1],
             "head_dim": self.dims[0], "v_head_dim": self.dims[1],
             "page_size": self.page, "dtype": self.dtypes[0], "kv_dtype": self.dtypes[1],
-            "slot_layout": "shuffled_pages", "layout": self.layout,
+            "slot_layout": "shuffled_pages", "layout": self.layout, "return_lse": self.lse,
         }  # fmt: skip
         return Case(**{**base, **fields})
 
 
 def shape_of(declared: Declared, axes: dict[str, list[Any]]) -> Shape:
     """Small and typical: GQA where it is declared, the smallest head from 16 on, the smallest page from 4."""
-    heads = next((h for h in axes["heads"] if h[0] // h[1] == 2 and h[1] > 1), axes["heads"][0])
+    grouped = sorted(axes["heads"], key=lambda h: not (h[0] // h[1] == 2 and h[1] > 1))
     dims = min(axes["head_dims"], key=lambda d: (max(d) < 16, sum(d)))
-    larger = [p for p in axes["page"] if p >= 4]
-    page = min(larger) if larger else axes["page"][-1]
     exact = [d for d in axes["dtypes"] if d[0] == d[1]]
     dtypes = max(exact or axes["dtypes"], key=lambda d: d[0] == "float32")
     fp8 = {kv: (model, kv) for model, kv in axes["dtypes"] if kv.startswith("float8")}
     layout = "NHD" if "NHD" in axes["layout"] else axes["layout"][0]
-    return Shape(heads, dims, page, dtypes, layout, tuple(fp8.values()))
+    larger = sorted(p for p in axes["page"] if p >= 4) or [axes["page"][-1]]
+    lse = declared.declares(Feature.LSE)
+    shapes = [Shape(h, dims, p, dtypes, layout, tuple(fp8.values()), lse) for h in grouped for p in larger]
+    return next((shape for shape in shapes if _declared_in(shape, declared)), shapes[0])
+
+
+def _declared_in(shape: Shape, declared: Declared) -> bool:
+    """All phases that share a pool take the shape."""
+    one = {"prefix_lens": (3,), "extend_lens": (1,), "return_lse": False}
+    modes = {Phase.PREFILL: "extend", Phase.DECODE: "decode"}
+    return not any(
+        declared.refusal(shape.case(mode=m, **one)) for p, m in modes.items() if p in declared.phases
+    )
 
 
 def _decode(shape: Shape, *lens: int, **fields: Any) -> Case:

@@ -24,6 +24,7 @@ from anyattn.testing.selecting import facts_of, select_for
 
 __all__ = ["World", "case_features", "place_requests", "raw_kv"]
 
+_OWN_PHASE = {"verify": Phase.VERIFY.value, "draft_extend": Phase.DRAFT.value}
 _SPARE_PAGES = 3  # owned by nobody and full of NaN
 
 
@@ -126,7 +127,7 @@ class World:
             features=case_features(case),
             limits=self._limits(),
             deterministic=deterministic,
-            **_choices(backend, device, host),
+            **_choices(backend, device, host, case.mode),
         )
         self.pool = anyattn.kv.create_pool(
             self.decision, num_slots=pages * case.page_size, k_scale=case.k_scale, v_scale=case.v_scale
@@ -181,7 +182,9 @@ class World:
         shape = (pool.total_slots, case.num_kv_heads)
         self.keys = torch.full((*shape, case.head_dim), torch.nan, dtype=torch.float64)
         self.values = torch.full((*shape, case.v_head_dim), torch.nan, dtype=torch.float64)
-        nan_tail = self.backend.traits(anyattn.ForwardMode.EXTEND).tolerates_nan_tail
+        # Either mode may be another backend's.
+        modes = (anyattn.ForwardMode.EXTEND, anyattn.ForwardMode.DECODE, anyattn.ForwardMode.TARGET_VERIFY)
+        nan_tail = all(self.backend.traits(mode).tolerates_nan_tail for mode in modes)
         owned_pages = torch.cat([*self.slots, *self.encoder_slots]) // case.page_size
         for cache in (pool.key_cache(self.layer_id), pool.value_cache(self.layer_id)):
             cache.copy_(torch.full(cache.shape, torch.nan).to(cache.dtype))
@@ -241,14 +244,19 @@ class World:
         return read[0], read[1]
 
 
-def _choices(backend: str | None, device: str, host: str | None) -> dict[str, str]:
-    """`backend` for every phase, or by name for those that it serves where it serves some only."""
+def _choices(backend: str | None, device: str, host: str | None, mode: str) -> dict[str, str]:
+    """`backend` for every phase; one that serves prefill or decode alone gets `torch_native` beside it, so
+    that nothing else that is installed decides the verdict.
+    """
     if backend is None:
         return {}
     target, serving = facts_of(device, host).target, (Phase.PREFILL, Phase.DECODE)
     rows = [row for row in api.registry().get(backend).rows if row.serves(target)]
-    served = [phase.value for phase in serving if any(phase in row.phases for row in rows)]
-    return dict.fromkeys(served, backend) if len(served) == 1 else {"backend": backend}
+    served = [phase for phase in serving if any(phase in row.phases for row in rows)]
+    if len(served) != 1:
+        return {"backend": backend}
+    beside = {phase.value: backend if phase in served else "torch_native" for phase in serving}
+    return beside | ({_OWN_PHASE[mode]: backend} if mode in _OWN_PHASE else {})
 
 
 def case_features(case: Case) -> list[Feature]:

@@ -186,27 +186,31 @@ def xqa_batch_decode_with_kv_cache(
 
     `max_seq_len` isn't used: the width of the table is the bound.
     """
-    if kv_cache_sf is not None or q_cu_seq_lens is not None:
-        raise EmulationError("xqa_batch_decode_with_kv_cache", asked="NVFP4 or ragged queries")
+    if kv_cache_sf is not None:
+        raise EmulationError("xqa_batch_decode_with_kv_cache", asked="NVFP4")
     k, v = caches_of(kv_cache, kv_layout)
     _check_xqa(query, k, v, workspace_buffer)
     q_len = int(q_len_per_req or 1)
-    batch = query.shape[0] // q_len
-    softmax.check(batch == len(seq_lens) == block_tables.shape[0], "batch sizes disagree")
-    spans = [(i * q_len, (i + 1) * q_len) for i in range(batch)]
+    spans = _xqa_spans(query, seq_lens, q_len, q_cu_seq_lens)
+    softmax.check(len(spans) == len(seq_lens) == block_tables.shape[0], "batch sizes disagree")
     masks = None
     if q_len > 1:
         assert mask is not None, "Mask is required for speculative decoding"
-        masks = [_draft_mask(mask.reshape(batch, q_len, -1)[i], q_len) for i in range(batch)]
+        rows = mask.reshape(query.shape[0], -1)
+        masks = [_draft_mask(rows[start:stop], q_len)[:, : stop - start] for start, stop in spans]
     width = block_tables.shape[1] * k.shape[1]
+    # One scale for K and V, read for 8-bit caches alone; `q_scale` is divided by it all the same.
+    factor = number(bmm2_scale, "bmm2_scale") if k.dtype.itemsize < 2 else 1.0
+    scale = number(bmm1_scale, "bmm1_scale") / number(bmm2_scale, "bmm2_scale") * factor
     result = attend_blocks(
         contiguous_view(query), spans, Blocks(k, v, block_tables, seq_lens, width),
-        number(bmm1_scale, "bmm1_scale"), left=window_left, sinks=_sinks(sinks), masks=masks,
+        scale, left=window_left, sinks=_sinks(sinks), masks=masks,
     )  # fmt: skip
+    _bound_queries(result, spans, q_len)
     if bool(workspace_buffer.view(torch.uint8)[:_SEMAPHORES].any()):
         result.out.fill_(torch.nan)
     out = torch.empty_like(query) if out is None else out
-    return finish(result, tuple(query.shape), out, out.dtype, number(bmm2_scale, "bmm2_scale"))
+    return finish(result, tuple(query.shape), out, out.dtype, factor)
 
 
 def _check_xqa(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace: torch.Tensor) -> None:
@@ -223,8 +227,22 @@ def _check_xqa(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workspace:
     )
 
 
+def _xqa_spans(
+    query: torch.Tensor, seq_lens: torch.Tensor, q_len: int, cum: torch.Tensor | None
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Rows of each request; `q_len` is the largest number of them in a ragged call, and of all in another."""
+    if cum is None:
+        return [(i * q_len, (i + 1) * q_len) for i in range(query.shape[0] // q_len)]
+    assert q_len > 1, "q_cu_seq_lens requires q_seq_len > 1 (the max draft len)"
+    assert cum.dtype in (torch.int32, torch.uint32), "q_cu_seq_lens must be int32 or uint32"
+    assert cum.dim() == 1, "q_cu_seq_lens must be a contiguous 1-D tensor"
+    assert cum.is_contiguous(), "q_cu_seq_lens must be a contiguous 1-D tensor"
+    assert cum.numel() == seq_lens.shape[0] + 1, "q_cu_seq_lens must have batch_size + 1 entries"
+    return softmax.offsets(cum)
+
+
 def _draft_mask(rows: torch.Tensor, q_len: int) -> torch.Tensor:
-    """Bool `[q_len, q_len]` from uint16 words, 32 bits aligned, low bit first."""
+    """Bool `[rows, q_len]` from uint16 words, 32 bits aligned, low bit first."""
     softmax.check(rows.dtype == torch.uint16, f"XQA: mask of {rows.dtype}, uint16 is read")
     softmax.check(rows.shape[1] == (q_len + 31) // 32 * 2, "XQA: words of a mask row")
     words = rows.to(torch.int32)
