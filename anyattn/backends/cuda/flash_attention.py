@@ -17,7 +17,6 @@ from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.kv.pools.mha import MHAPool
-from anyattn.core.kv.scales import KVScale, quantize
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
@@ -72,7 +71,7 @@ class FlashAttention(AttentionBackend):
         self.library = load_flash(config.provider, self.version)
         self._check_build()
         self.planner = FlashPlanner(self.library, config, split_count(config, self.version))
-        self._fp8, self._unit = is_fp8(self.pool.kv_dtype), KVScale.of(1.0, 1, self.pool.device)
+        self._fp8, self._limit = is_fp8(self.pool.kv_dtype), torch.finfo(self.pool.kv_dtype).max
         self._layers: dict[int, _Layer] = {}
         self._trees = TreeTables(self.table)
         offer_filler(self.compiler, self.table)
@@ -150,7 +149,7 @@ class FlashAttention(AttentionBackend):
             assert call.v is not None
             k, v = aligned(call.k[:rows]), aligned(call.v[:rows])
         elif self._fp8:
-            q = quantize(q, self._unit, self.pool.kv_dtype)  # q, k and v have one dtype
+            q = q.clamp(-self._limit, self._limit).to(self.pool.kv_dtype)  # q, k and v have one dtype
         if step.tree is not None and not layer.cross:
             run_tree(call, step.tree, planned, q, k, v, out, lse, self.descales)
             return

@@ -79,9 +79,9 @@ class FlashPlanner:
     def step(self, plan: Plan, *, in_capture: bool) -> FlashStep:
         """Host half: arguments, from shapes and bounds."""
         calls = [self._call(plan, g, in_capture=in_capture) for g in self.config.groups.plan_groups]
-        known = plan.host_extend_lens is not None and not in_capture
-        decode = plan.key.mode is ForwardMode.DECODE
-        rows = sum(plan.host_extend_lens or ()) if known and not decode else plan.key.num_tokens
+        decode, exact = plan.key.mode is ForwardMode.DECODE, plan.batch.exact
+        known = exact is not None and not (in_capture or decode)
+        rows = int(exact.extend_lens.sum()) if known and exact is not None else plan.key.num_tokens
         return FlashStep(calls, rows, clear=in_capture and not decode)
 
     def longest_query(self, plan: Plan, in_capture: bool) -> int:
@@ -130,9 +130,11 @@ class FlashPlanner:
 
     def _is_fresh(self, plan: Plan, group: PlanGroup) -> bool:
         """k and v are all there is, and the same bits as in the pool: then nothing need be paged."""
-        known = plan.host_seq_lens is not None and plan.key.mode in _EXTENDS
-        own = self._may_skip_pool and group.table.kind is not AttentionKind.CROSS
-        return known and own and plan.host_seq_lens == plan.host_extend_lens
+        exact = plan.batch.exact
+        if exact is None or plan.key.mode not in _EXTENDS or not self._may_skip_pool:
+            return False
+        own = group.table.kind is not AttentionKind.CROSS
+        return own and torch.equal(exact.seq_lens, exact.extend_lens)
 
     def _schedule(self, plan: Plan, group: PlanGroup, table: Table, common: dict[str, Any]) -> dict[str, Any]:
         """As the layers will be called: the kernel takes the result on trust, bounds of splits included."""

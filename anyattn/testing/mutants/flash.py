@@ -106,8 +106,8 @@ FA3 = (
     Mutant(
         name="fa3: cached keys forgotten",
         where=f"{_PLAN}:FlashPlanner._is_fresh",
-        old="return known and own and plan.host_seq_lens == plan.host_extend_lens",
-        new="return known and own",
+        old="return own and torch.equal(exact.seq_lens, exact.extend_lens)",
+        new="return own",
         names=("prefix", "chunk", "extend"),
     ),
     Mutant(
@@ -204,8 +204,8 @@ FA4 = (
     Mutant(
         name="fa4: cached keys forgotten",
         where=f"{_PLAN}:FlashPlanner._is_fresh",
-        old="return known and own and plan.host_seq_lens == plan.host_extend_lens",
-        new="return known and own",
+        old="return own and torch.equal(exact.seq_lens, exact.extend_lens)",
+        new="return own",
         names=("prefix", "chunk", "extend"),
     ),
 )
