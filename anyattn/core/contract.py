@@ -1,4 +1,4 @@
-"""The contract: what prepares once a step (`StepBackend`) and what computes attention (`AttentionBackend`).
+"""The contract of attention: `AttentionBackend`, a `StepBackend` that adapters derive from.
 
 An adapter supplies `forward_decode` and `forward_extend` (and `forward_mixed` where it has one), and
 planning of its own in `plan_private`. Tables, checks, KV writes, shapes and padding are done here, once.
@@ -7,9 +7,7 @@ planning of its own in `plan_private`. Tables, checks, KV writes, shapes and pad
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from abc import abstractmethod
 
 import torch
 
@@ -21,68 +19,27 @@ from anyattn.core.feature_check import layer_features
 from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_pool_is_listed, check_storage
-from anyattn.core.masks import VerifyMask
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
-from anyattn.core.metadata.drafts import check_drafts, is_ragged
 from anyattn.core.mla_inputs import as_whole
 from anyattn.core.mla_step import MLAPlanner
 from anyattn.core.plan import Plan
 from anyattn.core.shapes import checked_heads, lse_like, output_like
 from anyattn.core.spec import AttentionKind, Limits
+from anyattn.core.step_backend import StepBackend
+from anyattn.core.step_checks import check_served
 from anyattn.core.strategy import Strategy
 from anyattn.core.traits import (
     Determinism,
     GraphSupport,
     HostLengthNeed,
-    MixedSupport,
     Traits,
 )
-from anyattn.errors import BatchError, FeatureError, HostLengthError, PlanError
-
-if TYPE_CHECKING:
-    from anyattn.core.select.decision import Decision
+from anyattn.errors import BatchError, FeatureError, GraphError, PlanError
 
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
 
 _owners = itertools.count(1)
-
-
-class StepBackend(ABC):
-    """Anything that prepares once a step: attention backends, recurrent ones, and wrappers of them."""
-
-    children: Sequence[StepBackend] = ()
-    decision: Decision | None = None
-    """What this backend was built from; set by `create_backend`."""
-
-    @abstractmethod
-    def traits(self, mode: ForwardMode) -> Traits:
-        """What this backend declares for `mode`; wrappers compute theirs from their children."""
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        """Eager preparation: the out-of-graph part, then the in-graph part."""
-        plan = self.init_forward_metadata_out_graph(batch)
-        self.init_forward_metadata_in_graph(plan)
-        return plan
-
-    @abstractmethod
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
-        """Host work and dynamic shapes: before a capture, before each replay, and first in eager."""
-
-    @abstractmethod
-    def init_forward_metadata_in_graph(self, plan: Plan) -> None:
-        """Device work of static shape; recorded in a graph. No host sync, no allocation."""
-
-    @abstractmethod
-    def init_cuda_graph_state(self, limits: Limits) -> None:
-        """Allocate address-stable buffers once, for the largest batch."""
-
-    def get_cuda_graph_seq_len_fill_value(self, mode: ForwardMode, tokens_per_request: int) -> int:
-        """Length that padded requests carry."""
-        return tokens_per_request
-
-    def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:  # noqa: B027
-        """After verification: keep the state of `accepted_lens` tokens. Attention has none to keep."""
 
 
 class AttentionBackend(StepBackend):
@@ -101,8 +58,15 @@ class AttentionBackend(StepBackend):
         self._buffers: StepBuffers | None = None
         self._shares_kv = any(s.kv_shared_with is not None for s in config.pool.specs)
         self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
+        self._known_traits: dict[ForwardMode, Traits] = {}
 
     # -- preparation ---------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        """Eager preparation in memory of its own: such plans never touch what a graph reads."""
+        plan = self._prepare(batch, None, in_capture=False)
+        self.init_forward_metadata_in_graph(plan)
+        return plan
 
     def traits(self, mode: ForwardMode) -> Traits:
         """From the capability row; an adapter overrides what a row cannot say."""
@@ -115,16 +79,31 @@ class AttentionBackend(StepBackend):
             tolerates_nan_tail=row.tolerates_nan_tail,
         )
 
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, *, in_capture: bool = False, captured: Plan | None = None
+    ) -> Plan:
         """Checks, upload and storage by the compiler, then the family's own planning.
 
         Raises:
             BatchError, HostLengthError, FeatureError: a batch that this backend can't run.
+            GraphError: a capture without buffers, a batch of another shape than the captured one.
         """
-        self._check_batch(batch)
-        traits = self.traits(batch.forward_mode)
+        if captured is not None:
+            return self._refresh(captured, batch)
         # A split prefill's plan is still wanted after the steps in between have used the buffers.
         buffers = None if batch.forward_mode is ForwardMode.SPLIT_PREFILL else self._buffers
+        if in_capture and buffers is None:
+            raise GraphError(
+                "a step is captured before there are buffers at fixed addresses",
+                asked=batch.forward_mode.value,
+                allowed="any mode but a split prefill, after init_cuda_graph_state",
+                hint="backend.init_cuda_graph_state(limits) once, for the largest batch",
+            )
+        return self._prepare(batch, buffers, in_capture)
+
+    def _prepare(self, batch: ForwardBatch, buffers: StepBuffers | None, in_capture: bool) -> Plan:
+        traits = self._traits_of(batch.forward_mode)
+        self._check_batch(batch, traits)
         # Layers that share KV pass none of their own: they read everything through the table.
         strategies = (Strategy.PAGED,) if self._shares_kv else traits.strategies
         plan = self.compiler.prepare(batch, buffers, tree_mask=traits.tree_mask, strategies=strategies)
@@ -132,6 +111,15 @@ class AttentionBackend(StepBackend):
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
         return plan
+
+    def _refresh(self, captured: Plan, batch: ForwardBatch) -> Plan:
+        """Before a replay: the batch's values at the captured addresses."""
+        traits = self._traits_of(batch.forward_mode)
+        self._check_batch(batch, traits)
+        self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
+        if batch.forward_mode is not ForwardMode.IDLE:
+            self.replan(captured)
+        return captured
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Offsets, positions and tables on the device."""
@@ -144,44 +132,20 @@ class AttentionBackend(StepBackend):
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Family-specific host planning; results go to `plan.private`. Default: none."""
 
+    def replan(self, plan: Plan) -> None:
+        """Before a replay: whatever of `plan.private` depends on lengths, at its captured addresses.
+
+        Default: `plan_private` again, for families whose planning reuses what it made for this shape.
+        """
+        self.plan_private(plan, in_capture=False)
+
     def init_cuda_graph_state(self, limits: Limits) -> None:
-        """From here on every step's tensors live in buffers sized by `limits`."""
+        """Buffers at fixed addresses for steps that are captured, sized by `limits`."""
         self._buffers = StepBuffers(limits, self.config.form, self.pool.device)
 
-    def _check_batch(self, batch: ForwardBatch) -> None:
-        traits = self.traits(batch.forward_mode)
-        need = traits.host_lengths
-        if need is HostLengthNeed.EXACT and batch.exact is None:
-            raise HostLengthError(
-                f"{self.config.name} needs exact lengths on the host for {batch.forward_mode.value}",
-                asked=type(batch.host_lens).__name__,
-                allowed="Exact",
-                hint='give lists, host_lens=Exact(…), or accept a device-to-host copy with host_lens="copy"',
-            )
-        if need is HostLengthNeed.BOUND and batch.host_lens is None:
-            raise HostLengthError(
-                f"{self.config.name} needs bounds of the lengths on the host",
-                asked=None,
-                allowed="Exact or UpperBound",
-                hint="host_lens=UpperBound(max_seq_len, max_extend_len)",
-            )
-        if batch.forward_mode is ForwardMode.MIXED and traits.mixed is MixedSupport.REFUSED:
-            raise FeatureError(
-                f"{self.config.name} runs no mixed batches",
-                asked="MIXED",
-                allowed="EXTEND and DECODE",
-                hint="run the prefill chunks and the decode rows as two batches",
-            )
-        if batch.mask is not None:
-            self._require(Feature.EXPLICIT_MASK, batch.forward_mode, "an explicit mask")
-        elif batch.forward_mode is ForwardMode.DLLM_EXTEND:
-            self._require(Feature.BIDIRECTIONAL, batch.forward_mode, "a block whose tokens see each other")
-        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
-            check_drafts(batch, self.config.limits.max_draft_tokens)
-            if isinstance(batch.mask, VerifyMask):
-                self._require(Feature.TREE_VERIFY, batch.forward_mode, "a tree of draft tokens")
-            if is_ragged(batch):
-                self._require(Feature.RAGGED_VERIFY, batch.forward_mode, "draft lengths that differ")
+    def _check_batch(self, batch: ForwardBatch, traits: Traits) -> None:
+        for feature, who in check_served(batch, traits, self.config.name, self.config.limits):
+            self._require(feature, batch.forward_mode, who)
 
     # -- compute -------------------------------------------------------------------------------------
 
@@ -234,6 +198,12 @@ class AttentionBackend(StepBackend):
             if lse is not None:
                 lse[padding] = -torch.inf
         return LayerOutput(result, lse)
+
+    def _traits_of(self, mode: ForwardMode) -> Traits:
+        found = self._known_traits.get(mode)
+        if found is None:
+            found = self._known_traits[mode] = self.traits(mode)
+        return found
 
     def _dispatch(self, mode: ForwardMode, call: AttentionCall) -> None:
         if mode is ForwardMode.DECODE and call.layer.spec.kind is not AttentionKind.ENCODER_ONLY:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from anyattn.core.mla import MLAMethod
 from anyattn.core.strategy import Strategy
 
 if TYPE_CHECKING:
+    from anyattn.core.metadata.buffers import StepStorage
     from anyattn.core.mla_keys import MLAKeys
 
 __all__ = ["HostTable", "Plan", "PlanKey", "Strategy", "Table", "TableForm", "TableKind"]
@@ -77,7 +79,7 @@ class Table:
         kv_lens: int32 `[B]`, tokens listed: `seq_lens - kv_start`.
         indptr, indices: CSR forms. `last_page_len`: int32 `[B]`, tokens in each last page.
         block_table: `[B, width]`.
-        host: host mirrors where lengths are exact.
+        mirrors: makes `host` where lengths are exact.
     """
 
     form: TableForm
@@ -87,7 +89,17 @@ class Table:
     indices: torch.Tensor | None = None
     last_page_len: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
-    host: HostTable | None = None
+    mirrors: Callable[[], HostTable] | None = None
+
+    @cached_property
+    def host(self) -> HostTable | None:
+        """Host mirrors where lengths are exact, computed when first read: few kernels plan on the host."""
+        return None if self.mirrors is None else self.mirrors()
+
+    def remirror(self, mirrors: Callable[[], HostTable] | None) -> None:
+        """Host mirrors of another step in the same tensors."""
+        self.mirrors = mirrors
+        self.__dict__.pop("host", None)
 
     @property
     def csr(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,11 +139,11 @@ class Plan:
         tables: one table per table group, in the backend's form.
         mask_cells, mask_indptr: explicit mask on the device, or None; offsets also on the host where they
             are known there. mask_mode: its form, one that the backend reads.
-        host_seq_lens, host_extend_lens: exact lengths on the host, or None.
         mla_method: how latent layers run in this step, None without any; mla_keys: what a materialised step
             expands.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
+        storage: where its tensors come from.
     """
 
     key: PlanKey
@@ -146,8 +158,6 @@ class Plan:
     max_q_len: int
     max_kv_len: int
     tables: dict[TableGroup, Table] = field(default_factory=dict)
-    host_seq_lens: list[int] | None = None
-    host_extend_lens: list[int] | None = None
     mask_cells: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
     host_mask_indptr: list[int] | None = None
@@ -160,6 +170,28 @@ class Plan:
     children: Sequence[Plan | None] = ()
     window_locs: dict[int, torch.Tensor] = field(default_factory=dict)
     listed_loc: torch.Tensor | None = None
+    storage: StepStorage | None = None
+
+    @property
+    def stable(self) -> bool:
+        """Its tensors live at addresses that later steps use again: a graph may have recorded them."""
+        return self.storage is not None and self.storage.stable
+
+    def retarget(self, batch: ForwardBatch) -> None:
+        """From now on this plan stands for `batch`, of the same shape: values change, tensors stay."""
+        self.batch, self.key = batch, replace(self.key, serial=batch.serial)
+        for name in ("host_seq_lens", "host_extend_lens"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def host_seq_lens(self) -> list[int] | None:
+        """Exact lengths on the host, or None."""
+        return None if self.batch.exact is None else self.batch.exact.seq_lens.tolist()
+
+    @cached_property
+    def host_extend_lens(self) -> list[int] | None:
+        """Exact numbers of new tokens on the host, or None."""
+        return None if self.batch.exact is None else self.batch.exact.extend_lens.tolist()
 
     def write_loc(self, group: TableGroup) -> torch.Tensor | None:
         """Slots int64 `[T]` that new KV of a group's layers goes to, in their own pool; None = none given."""

@@ -33,7 +33,13 @@ def choose_strategy(batch: ForwardBatch, offered: Sequence[Strategy]) -> Strateg
     drop keys. So does `kv_stored`: without k and v, this step's keys are found through the table alone.
     """
     exact = batch.exact
-    if exact is None or batch.mask is not None or batch.kv_stored or not batch.batch_size:
+    if (
+        tuple(offered) == (Strategy.PAGED,)
+        or exact is None
+        or batch.mask is not None
+        or batch.kv_stored
+        or not batch.batch_size
+    ):
         return Strategy.PAGED
     if bool((exact.seq_lens == exact.extend_lens).all()):
         return Strategy.RAGGED if Strategy.RAGGED in offered else Strategy.PAGED

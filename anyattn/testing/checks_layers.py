@@ -16,7 +16,7 @@ from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Skip, Subject, gathered
-from anyattn.testing.judge import Report, judge, run_step
+from anyattn.testing.judge import Report, judge, planned_in_buffers, run_step
 
 __all__ = ["layer_masks", "layer_scales", "split_prefill"]
 
@@ -74,10 +74,11 @@ def split_prefill(subject: Subject, case: Case) -> Outcome:
     world.backend.init_cuda_graph_state(limits)
     first = build_step(world, [0], mode="split_prefill")
     second = _on_layer(first, case, 1, [0], mode="split_prefill")
-    plan = world.backend.init_forward_metadata(first.batch)
+    plan = planned_in_buffers(world.backend, first.batch)
     reports = [("split prefill, first layer", judge(run_step(first, plan)))]
     others = list(range(1, case.batch_size))
     decode = build_step(world, others, extend_lens=[1] * len(others), mode="decode")
-    reports.append(("decode within a split prefill", judge(run_step(decode))))
+    between = planned_in_buffers(world.backend, decode.batch)
+    reports.append(("decode within a split prefill", judge(run_step(decode, between))))
     reports.append(("split prefill, last layer after a decode", judge(run_step(second, plan))))
     return gathered(reports)

@@ -8,7 +8,7 @@ from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Skip, Subject, gathered
-from anyattn.testing.judge import judge, run_step
+from anyattn.testing.judge import judge, planned_in_buffers, run_step
 
 __all__ = ["batch_invariant", "chunked", "run_to_run", "served", "several_plans", "stable_buffers"]
 
@@ -97,7 +97,8 @@ def stable_buffers(subject: Subject, case: Case) -> Outcome:
     reports = []
     for count in range(case.batch_size, 0, -1):
         step = build_step(world, list(range(count)))
-        reports.append((f"{count} requests in the same buffers", judge(run_step(step))))
+        plan = planned_in_buffers(world.backend, step.batch)
+        reports.append((f"{count} requests in the same buffers", judge(run_step(step, plan))))
     return gathered(reports)
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import torch
 
 import anyattn
+from anyattn.core.batch import ForwardBatch
 from anyattn.core.plan import Plan
+from anyattn.core.step_backend import StepBackend
 from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.emulators import emulating
 from anyattn.testing.world import World
 
-__all__ = ["Report", "check_case", "expected", "judge", "run_step"]
+__all__ = ["Report", "check_case", "expected", "judge", "planned_in_buffers", "run_step"]
 
 
 _EIGHT_BITS = 6e-2
@@ -71,6 +73,13 @@ def check_case(
     step = build_step(world)
     run_step(step)
     return judge(step)
+
+
+def planned_in_buffers(backend: StepBackend, batch: ForwardBatch) -> Plan:
+    """Prepared as before a capture: in the buffers that a graph reads, where the backend has them."""
+    plan = backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata_in_graph(plan)
+    return plan
 
 
 def run_step(step: Step, plan: Plan | None = None) -> Step:

@@ -19,9 +19,21 @@ from anyattn.testing.cases import parse_case
 from anyattn.testing.kit import Result
 from anyattn.testing.plan import Item
 
-__all__ = ["answer", "decode_item", "decode_result", "encode_item", "encode_result", "run_in_workers"]
+__all__ = [
+    "POISON",
+    "answer",
+    "decode_item",
+    "decode_result",
+    "encode_item",
+    "encode_result",
+    "poisoned",
+    "run_in_workers",
+]
 
 _TIMEOUT = 300.0  # seconds for one item; a kernel may be compiled in it
+
+POISON = ("CUDA error", "device-side assert", "HIP error", "illegal memory access")
+"""After these nothing more runs on the device in that process: it ends with its answer."""
 
 
 def encode_item(item: Item) -> str:
@@ -72,7 +84,11 @@ class _Worker:
         finally:
             timer.cancel()
         if line:
-            return decode_result(line, item)
+            result = decode_result(line, item)
+            if poisoned(result):  # the next item gets a fresh process, not this one's last moments
+                process.wait()
+                self._process = None
+            return result
         code = process.wait()
         self._process = None
         return Result(item, why=f"the process ended (exit status {code}) or took over {_TIMEOUT:.0f} s")
@@ -130,6 +146,11 @@ def run_in_workers(
     for thread in threads:
         thread.join()
     return [r for r in results if r is not None]
+
+
+def poisoned(result: Result) -> bool:
+    """The item left the device unusable for its process."""
+    return result.why is not None and any(word in result.why for word in POISON)
 
 
 def answer(result: Result, stream: Any) -> None:

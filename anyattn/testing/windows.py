@@ -20,6 +20,7 @@ from anyattn.core.kv.pools.window import WindowPool, window_slots_for
 from anyattn.core.kv.window_allocator import WindowAllocator
 from anyattn.core.plan import Plan
 from anyattn.testing import oracle
+from anyattn.testing.judge import planned_in_buffers
 
 __all__ = ["Open", "Request", "Served", "tree_of"]
 
@@ -94,6 +95,7 @@ class Served:
         kind = anyattn.kv.VirtualTable if virtual else anyattn.kv.RequestTable
         self.table = kind(max_requests=max_requests, max_context=max_context, device=device)
         self.backend = anyattn.create_backend(self.decision, self.pool, self.table)
+        self._buffers = buffers
         if buffers:
             self.backend.init_cuda_graph_state(limits)
         self.allocator = (
@@ -151,7 +153,8 @@ class Served:
     ) -> Open:
         """A planned step none of whose layers ran yet."""
         batch = self._batch(new, mode, tree)
-        self.plan = self.backend.init_forward_metadata(batch)
+        eager = self.backend.init_forward_metadata
+        self.plan = planned_in_buffers(self.backend, batch) if self._buffers else eager(batch)
         return Open(batch, self.plan, new, tree)
 
     def run(self, opened: Open, layers: Iterable[int]) -> float:

@@ -10,14 +10,12 @@ import sys
 
 from anyattn.testing.checks import Subject
 from anyattn.testing.kit import explained_result, run_item
-from anyattn.testing.pool import answer, decode_item
+from anyattn.testing.pool import answer, decode_item, poisoned
 from anyattn.testing.subject import open_subject
 
 __all__ = ["main"]
 
 _EXPLAINED = 2  # failures that one worker takes apart
-_POISON = ("CUDA error", "device-side assert", "HIP error", "illegal memory access")
-"""After these nothing more runs on the device in this process."""
 
 
 def main(backend: str, device: str, host: str | None = None) -> None:
@@ -27,12 +25,12 @@ def main(backend: str, device: str, host: str | None = None) -> None:
     explained = 0
     for line in sys.stdin:
         result = run_item(decode_item(line), subject)
-        poisoned = result.why is not None and any(word in result.why for word in _POISON)
-        if result.why is not None and not poisoned and explained < _EXPLAINED:
+        ends = poisoned(result)
+        if result.why is not None and not ends and explained < _EXPLAINED:
             explained += 1
             result = explained_result(result, subject)
         answer(result, stdout)
-        if poisoned:
+        if ends:
             os._exit(3)  # destructors of a poisoned context hang or abort
 
 

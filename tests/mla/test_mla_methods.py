@@ -91,6 +91,7 @@ def test_a_request_that_adds_nothing_expands_nothing() -> None:
 
 def test_a_capture_is_absorbed() -> None:
     engine = Engine(mla=MLAPolicy(method=MATERIALISED))
+    engine.backend.init_cuda_graph_state(anyattn.Limits(max_requests=2, max_tokens=32, max_context=64))
     plan = engine.backend.init_forward_metadata_out_graph(engine.extend(0, 12), in_capture=True)
     assert plan.mla_method is ABSORBED
 

@@ -91,6 +91,9 @@ class TritonAttention(AttentionBackend):
             step.extend[group] = choose_extend(rows, dim, itemsize, self._arch)
         plan.private = step
 
+    def replan(self, plan: Plan) -> None:
+        """Nothing: tiles and splits are a graph's own, and lengths are read on the device."""
+
     def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """One launch for K and V. A layer with shared KV stores nothing."""
         if layer.spec.kv_shared_with is None:

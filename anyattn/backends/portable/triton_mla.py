@@ -78,6 +78,9 @@ class TritonMLA(AttentionBackend):
                     plan.key.num_requests, heads, group.v_head_dim, splits, self.pool.device
                 )
 
+    def replan(self, plan: Plan) -> None:
+        """Nothing: tiles and splits are a graph's own, and lengths are read on the device."""
+
     def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """One launch for the latent and its rope part. A layer with shared KV stores nothing."""
         if layer.spec.kv_shared_with is None:

@@ -8,9 +8,9 @@ from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import VerifyMask
 from anyattn.core.plan import Plan
-from anyattn.errors import BatchError
+from anyattn.errors import BatchError, GraphError
 
-__all__ = ["check_host", "check_values"]
+__all__ = ["check_host", "check_same_shape", "check_values"]
 
 
 def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_slots: int) -> None:
@@ -43,7 +43,10 @@ def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_s
 
 
 def _within(name: str, values: torch.Tensor, low: int, high: int) -> None:
-    if values.numel() and not (low <= int(values.min()) and int(values.max()) <= high):
+    if not values.numel():
+        return
+    lowest, highest = torch.aminmax(values)
+    if not (low <= int(lowest) and int(highest) <= high):
         raise BatchError(
             f"{name} out of range of the request table",
             asked=values.tolist(),
@@ -109,29 +112,59 @@ def _check_verify_mask(batch: ForwardBatch, mask: VerifyMask) -> None:
 def _check_slots(name: str, slots: torch.Tensor, page_size: int, total_slots: int) -> None:
     if slots.numel() == 0:
         return
-    if int(slots.min()) < page_size:
+    ordered = slots.sort().values
+    lowest, highest = int(ordered[0]), int(ordered[-1])
+    if lowest < page_size:
         raise BatchError(
             f"{name} names a slot in page 0, the sink that belongs to nobody",
-            asked=int(slots.min()),
+            asked=lowest,
             allowed=f"{page_size}..{total_slots - 1}",
             hint="hand out pages from 1 on; only padded rows may name slot 0",
         )
-    if int(slots.max()) >= total_slots:
+    if highest >= total_slots:
         raise BatchError(
             f"{name} beyond the pool",
-            asked=int(slots.max()),
+            asked=highest,
             allowed=f"{page_size}..{total_slots - 1}",
             hint="create the pool with more slots",
         )
-    ordered = slots.sort().values
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if twice.numel():
+    twice = ordered[1:] == ordered[:-1]
+    if bool(twice.any()):
         raise BatchError(
             f"{name} writes the same slot twice",
-            asked=int(twice[0]),
+            asked=int(ordered[1:][twice][0]),
             allowed="one token a slot in a step",
             hint="free a slot before it is handed out again",
         )
+
+
+def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
+    """`batch` can take the place of the one that `plan` was captured with.
+
+    Raises:
+        GraphError: another mode, number of requests or tokens, or other optional fields.
+    """
+    key, was = plan.key, plan.batch
+    for name, asked, allowed in (
+        ("mode", batch.forward_mode.value, key.mode.value),
+        ("requests", batch.batch_size, key.num_requests),
+        ("tokens", batch.num_tokens, key.num_tokens),
+        *(
+            (name, _given(getattr(batch, name)), _given(getattr(was, name)))
+            for name in ("out_cache_loc", "positions", "encoder_lens", "encoder_out_cache_loc", "mask")
+        ),
+    ):
+        if asked != allowed:
+            raise GraphError(
+                f"this batch isn't of the shape that was captured: {name}",
+                asked=asked,
+                allowed=allowed,
+                hint="pad the batch to the captured bucket (GraphRunner does), or run it eagerly",
+            )
+
+
+def _given(value: object) -> str:
+    return "none" if value is None else type(value).__name__
 
 
 def check_values(plan: Plan, table: RequestTable, page_size: int, total_slots: int) -> None:

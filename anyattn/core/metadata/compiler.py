@@ -18,9 +18,9 @@ from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
-from anyattn.core.metadata.buffers import StepBuffers, Take
-from anyattn.core.metadata.checks import check_host, check_values
-from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent
+from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, StepStorage
+from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
+from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.upload import Uploader
 from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
@@ -57,7 +57,7 @@ class MetadataCompiler:
         self.filler = filler
         self.device = pool.device
         self.checks = env.read("ANYATTN_CHECKS")
-        self._uploader = Uploader(self.device)
+        self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
 
     def prepare(
@@ -75,40 +75,56 @@ class MetadataCompiler:
         Raises:
             BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
         """
-        check_ids(batch, self.pool)
-        if self.checks != "off":
-            check_host(batch, self.table, self.pool.page_size, self.pool.listed_slots)
-            self._check_writable(batch)
-        take: Take = self._allocate if buffers is None else buffers.take
-        given = self._upload(batch)
+        self._check_host(batch)
+        storage: StepStorage = self._fresh if buffers is None else buffers
+        take = storage.take
+        given = self._upload(batch, storage)
         num_requests, num_tokens = batch.batch_size, batch.num_tokens
+        positions = given.get("positions")
+        if positions is None:
+            positions = take("positions", (num_tokens,), torch.int64)
         plan = Plan(
             key=PlanKey(batch.serial, self.owner, batch.forward_mode, num_requests, num_tokens),
             batch=batch,
-            req_pool_indices=_placed(take, "req_pool_indices", given["req"], torch.int64),
-            seq_lens=_placed(take, "seq_lens", given["seq"], torch.int32),
-            extend_lens=_placed(take, "extend_lens", given["ext"], torch.int32),
+            req_pool_indices=given["req_pool_indices"],
+            seq_lens=given["seq_lens"],
+            extend_lens=given["extend_lens"],
             prefix_lens=take("prefix_lens", (num_requests,), torch.int32),
             query_offsets=take("query_offsets", (num_requests + 1,), torch.int32),
-            positions=take("positions", (num_tokens,), torch.int64),
-            write_locs=_write_locs(take, given),
+            positions=given["positions"]
+            if "positions" in given
+            else take("positions", (num_tokens,), torch.int64),
+            write_locs={space: given[name] for space, name in _WRITES if name in given},
             max_q_len=max_q_len(batch),
             max_kv_len=max_kv_len(batch, self.table.max_context),
             strategy=choose_strategy(batch, strategies),
+            storage=storage,
         )
-        if "positions" in given:
-            plan.positions.copy_(given["positions"])
-        if "encoder_lens" in given:
-            plan.encoder_lens = _placed(take, "encoder_lens", given["encoder_lens"], torch.int32)
-        if batch.exact is not None:
-            plan.host_seq_lens = batch.exact.seq_lens.tolist()
-            plan.host_extend_lens = batch.exact.extend_lens.tolist()
-        prepare_mask(plan, tree_mask, take, self.device)
-        prepare_windows(plan, self.pool, take)
+        plan.encoder_lens = given.get("encoder_lens")
+        prepare_mask(plan, tree_mask, storage, self.device)
+        prepare_windows(plan, self.pool, storage)
         for index, group in enumerate(self._groups):
             if plan.strategy is not Strategy.RAGGED or group.space is Space.ENCODER:
-                plan.tables[group] = self._new_table(index, group, plan, take)
+                plan.tables[group] = self._new_table(index, group, plan, storage)
         return plan
+
+    def refresh(
+        self, plan: Plan, batch: ForwardBatch, *, tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK
+    ) -> None:
+        """Host half for a replay: `batch` at the addresses that `plan` was captured with; no allocation.
+
+        Raises:
+            BatchError: as `prepare`. GraphError: a batch of another shape than the captured one.
+        """
+        self._check_host(batch)
+        check_same_shape(plan, batch)
+        assert plan.storage is not None
+        self._upload(batch, plan.storage)
+        plan.retarget(batch)
+        prepare_mask(plan, tree_mask, plan.storage, self.device)
+        prefix_only = plan.strategy is Strategy.RAGGED_MERGE
+        for group, table in plan.tables.items():
+            table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
 
     def fill(self, plan: Plan) -> None:  # anyattn: in-graph
         """Device half: static shapes, no host sync; may be recorded in a graph."""
@@ -141,36 +157,61 @@ class MetadataCompiler:
             check_values(plan, self.table, self.pool.page_size, self.pool.listed_slots)
             check_windows(plan, self.table, self.pool)
 
-    def _check_writable(self, batch: ForwardBatch) -> None:
+    def _check_host(self, batch: ForwardBatch) -> None:
+        check_ids(batch, self.pool)
+        if self.checks == "off":
+            return
+        check_host(batch, self.table, self.pool.page_size, self.pool.listed_slots)
         loc = batch.out_cache_loc
         if loc is not None and loc.device.type == "cpu":
             self.pool.check_writable(loc[: batch.num_tokens - batch.num_padding_tokens])
 
-    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def _upload(self, batch: ForwardBatch, storage: StepStorage) -> dict[str, torch.Tensor]:
+        """The batch's vectors in the plan's storage, by name: a plan never aliases the caller's tensors."""
+        fields: list[Field] = []
+        values: list[torch.Tensor] = []
+        for name, attribute, dtype in _UPLOADED:
+            value: torch.Tensor | None = getattr(batch, attribute)
+            if value is not None:
+                fields.append((name, value.shape[0], dtype))
+                values.append(value)
+        on_host = [v.device.type == "cpu" for v in values]
+        if all(on_host):
+            region, vectors = storage.packed(fields)
+            parts = [(at, v, f[2]) for (at, _), v, f in zip(vectors, values, fields, strict=True)]
+            self._uploader.send(region, parts)
+            return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}
+        return self._gather(fields, values, on_host, storage)
 
-    def _upload(self, batch: ForwardBatch) -> dict[str, torch.Tensor]:
-        fields = {
-            "req": batch.req_pool_indices,
-            "seq": batch.seq_lens,
-            "ext": batch.extend_seq_lens,
-            "loc": batch.out_cache_loc,
-            "positions": batch.positions,
-            "encoder_lens": batch.encoder_lens,
-            "encoder_loc": batch.encoder_out_cache_loc,
-        }
-        present = {name: value for name, value in fields.items() if value is not None}
-        return dict(zip(present, self._uploader.upload(list(present.values())), strict=True))
+    def _gather(
+        self, fields: list[Field], values: list[torch.Tensor], on_host: list[bool], storage: StepStorage
+    ) -> dict[str, torch.Tensor]:
+        """Some vectors live on the device: they are copied there, behind the copy of the others."""
+        hosts = [i for i, host in enumerate(on_host) if host]
+        placed: dict[str, torch.Tensor] = {}
+        if hosts:
+            region, vectors = storage.packed([fields[i] for i in hosts])
+            self._uploader.send(
+                region, [(at, values[i], fields[i][2]) for i, (at, _) in zip(hosts, vectors, strict=True)]
+            )
+            placed = {fields[i][0]: view for i, (_, view) in zip(hosts, vectors, strict=True)}
+        for (name, length, dtype), value in zip(fields, values, strict=True):
+            if name not in placed:
+                placed[name] = storage.take(name, (length,), dtype)
+                placed[name].copy_(value)
+        return placed
 
-    def _new_table(self, index: int, group: TableGroup, plan: Plan, take: Take) -> Table:
-        form, rows = self.form, plan.key.num_requests
+    def _new_table(self, index: int, group: TableGroup, plan: Plan, storage: StepStorage) -> Table:
+        form, rows, take = self.form, plan.key.num_requests, storage.take
         prefix_only = plan.strategy is Strategy.RAGGED_MERGE
-        extent = table_extent(plan.batch, group, form, self.table, prefix_only=prefix_only)
+        extent = table_extent(
+            plan.batch, group, form, self.table, prefix_only=prefix_only, largest=storage.stable
+        )
         table = Table(
             form,
             kv_start=take(f"kv_start.{index}", (rows,), torch.int32),
             kv_lens=take(f"kv_lens.{index}", (rows,), torch.int32),
-            host=extent.host,
+            mirrors=extent.mirrors,
         )
         if form.kind is TableKind.BLOCK_TABLE:
             width = max(1, -(-extent.widest // form.width_multiple)) * form.width_multiple
@@ -182,17 +223,15 @@ class MetadataCompiler:
         return table
 
 
-def _placed(take: Take, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value` copied (and cast) into the storage of `name`: a plan never aliases the caller's tensors."""
-    out = take(name, tuple(value.shape), dtype)
-    out.copy_(value)
-    return out
+_UPLOADED = (
+    ("req_pool_indices", "req_pool_indices", torch.int64),
+    ("seq_lens", "seq_lens", torch.int32),
+    ("extend_lens", "extend_seq_lens", torch.int32),
+    ("encoder_lens", "encoder_lens", torch.int32),
+    ("out_cache_loc", "out_cache_loc", torch.int64),
+    ("positions", "positions", torch.int64),
+    ("encoder_out_cache_loc", "encoder_out_cache_loc", torch.int64),
+)
+"""`(name in storage, field of the batch, dtype)`."""
 
-
-def _write_locs(take: Take, given: dict[str, torch.Tensor]) -> dict[Space, torch.Tensor]:
-    names = {Space.FULL: ("loc", "out_cache_loc"), Space.ENCODER: ("encoder_loc", "encoder_out_cache_loc")}
-    return {
-        space: _placed(take, name, given[key], torch.int64)
-        for space, (key, name) in names.items()
-        if key in given
-    }
+_WRITES = ((Space.FULL, "out_cache_loc"), (Space.ENCODER, "encoder_out_cache_loc"))

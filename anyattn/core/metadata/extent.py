@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
-from anyattn.core.plan import HostTable, TableForm
+from anyattn.core.plan import HostTable, TableForm, TableKind
 from anyattn.errors import BatchError
 
-__all__ = ["Extent", "max_kv_len", "max_q_len", "table_extent"]
+__all__ = ["Extent", "max_kv_len", "max_q_len", "table_extent", "table_mirrors"]
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Sizes of one table: `entries` over all requests, `widest` row, host mirrors where exact."""
+    """Sizes of one table: `entries` over all requests, `widest` row; `mirrors` makes host mirrors."""
 
     entries: int
     widest: int
-    host: HostTable | None
+    mirrors: Callable[[], HostTable] | None
 
 
 def max_q_len(batch: ForwardBatch) -> int:
     """Largest number of query tokens of a request: exact, or a bound."""
-    if batch.exact is not None:
-        return int(batch.exact.extend_lens.max()) if batch.batch_size else 0
     if batch.forward_mode is ForwardMode.DECODE:
         return 1
+    if batch.exact is not None:
+        return int(batch.exact.extend_lens.max()) if batch.batch_size else 0
     if isinstance(batch.host_lens, UpperBound):
         return batch.host_lens.max_extend_len
     return batch.num_tokens
@@ -45,15 +47,50 @@ def max_kv_len(batch: ForwardBatch, max_context: int) -> int:
 
 
 def table_extent(
-    batch: ForwardBatch, group: TableGroup, form: TableForm, table: RequestTable, *, prefix_only: bool = False
+    batch: ForwardBatch,
+    group: TableGroup,
+    form: TableForm,
+    table: RequestTable,
+    *,
+    prefix_only: bool = False,
+    largest: bool = False,
 ) -> Extent:
-    """Sizes of the group's table; `prefix_only`: it lists cached tokens alone.
+    """Sizes of the group's table.
+
+    Args:
+        prefix_only: it lists cached tokens alone.
+        largest: as large as any step of this many requests can need, whatever this one's lengths are: what
+            a graph has frozen.
 
     Raises:
         BatchError: an encoder group without encoder lengths or without an encoder table.
     """
-    page = form.kernel_page
-    if group.space is Space.ENCODER:
+    mirrors = table_mirrors(batch, group, form, table, prefix_only=prefix_only)
+    if form.kind is TableKind.REQUEST_TABLE:
+        return Extent(0, 0, mirrors)
+    page, encoder = form.kernel_page, group.space is Space.ENCODER
+    plain = form.kind is TableKind.BLOCK_TABLE and group.window is None and not prefix_only and not encoder
+    if largest or plain or mirrors is None:
+        longest = table.max_encoder if encoder else table.max_context
+        if not largest and not encoder:
+            longest = max_kv_len(batch, longest)
+        pages = -(-longest // page)
+        return Extent(batch.batch_size * pages, pages, mirrors)
+    counts = (_listed(batch, group, page, prefix_only) + (page - 1)) // page
+    return Extent(int(counts.sum()), int(counts.max()) if counts.numel() else 0, mirrors)
+
+
+def table_mirrors(
+    batch: ForwardBatch, group: TableGroup, form: TableForm, table: RequestTable, *, prefix_only: bool = False
+) -> Callable[[], HostTable] | None:
+    """Makes the host mirrors of the group's table; None where the host doesn't know its lengths.
+
+    Raises:
+        BatchError: an encoder group without encoder lengths or without an encoder table.
+    """
+    if group.space is not Space.ENCODER:
+        known = batch.exact is not None
+    else:
         lens = batch.encoder_lens
         if lens is None or table.encoder_to_token is None:
             raise BatchError(
@@ -62,22 +99,27 @@ def table_extent(
                 allowed="both",
                 hint="pass encoder_lens to the batch and max_encoder to RequestTable",
             )
-        kv_lens = lens if lens.device.type == "cpu" else None
-        widest = table.max_encoder
-    else:
-        exact = batch.exact
-        kv_lens = None if exact is None else _visible(exact.seq_lens, exact.extend_lens, group.window, page)
-        if prefix_only and exact is not None and kv_lens is not None:
-            kv_lens = kv_lens - exact.extend_lens
-        widest = max_kv_len(batch, table.max_context)
-    if kv_lens is None:
-        pages = -(-widest // page)
-        return Extent(batch.batch_size * pages, pages, None)
+        known = lens.device.type == "cpu"
+    return partial(_mirrors, batch, group, form.kernel_page, prefix_only) if known else None
+
+
+def _listed(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool) -> torch.Tensor:
+    """Tokens that the table lists for each request, int64 `[B]`; the host knows them."""
+    if group.space is Space.ENCODER:
+        assert batch.encoder_lens is not None
+        return batch.encoder_lens
+    exact = batch.exact
+    assert exact is not None
+    listed = _visible(exact.seq_lens, exact.extend_lens, group.window, page)
+    return listed - exact.extend_lens if prefix_only else listed
+
+
+def _mirrors(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool) -> HostTable:
+    kv_lens = _listed(batch, group, page, prefix_only)
     counts = (kv_lens + (page - 1)) // page
     indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
-    widest = int(counts.max()) if counts.numel() else 0
-    return Extent(int(indptr[-1]), widest, HostTable(indptr, kv_lens.to(torch.int32)))
+    return HostTable(indptr, kv_lens.to(torch.int32))
 
 
 def _visible(seq: torch.Tensor, ext: torch.Tensor, window: int | None, page: int) -> torch.Tensor:

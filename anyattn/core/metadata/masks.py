@@ -11,20 +11,20 @@ import itertools
 import torch
 
 from anyattn.core.masks import ExplicitMask, TreeMaskMode, VerifyMask
-from anyattn.core.metadata.buffers import Take
+from anyattn.core.metadata.buffers import StepStorage
 from anyattn.core.plan import Plan
 from anyattn.errors import BatchError
 
 __all__ = ["expand_tree_mask", "fill_mask", "fill_mask_offsets", "locate", "prepare_mask"]
 
 
-def prepare_mask(plan: Plan, wanted: TreeMaskMode, take: Take, device: torch.device) -> None:
+def prepare_mask(plan: Plan, wanted: TreeMaskMode, storage: StepStorage, device: torch.device) -> None:
     """Host half: where cells and offsets of `plan.batch.mask` live. `wanted`: `Traits.tree_mask`.
 
     Raises:
         BatchError: a `VerifyMask` on another device.
     """
-    mask = plan.batch.mask
+    mask, take = plan.batch.mask, storage.take
     if mask is None:
         return
     plan.mask_mode = TreeMaskMode.FULL_MASK
@@ -44,7 +44,7 @@ def prepare_mask(plan: Plan, wanted: TreeMaskMode, take: Take, device: torch.dev
         )
     plan.mask_indptr = take("mask_indptr", (plan.key.num_requests + 1,), torch.int64)
     if mask.mode is TreeMaskMode.QLEN_ONLY and wanted is TreeMaskMode.FULL_MASK:
-        plan.mask_cells = take("mask_cells", (_full_size(plan),), torch.bool)
+        plan.mask_cells = take("mask_cells", (_full_size(plan, storage.stable),), torch.bool)
     else:
         plan.mask_cells, plan.mask_mode = mask.buffer, mask.mode
     if plan.host_extend_lens is not None and plan.host_seq_lens is not None:
@@ -54,9 +54,9 @@ def prepare_mask(plan: Plan, wanted: TreeMaskMode, take: Take, device: torch.dev
         plan.host_mask_indptr = [0, *itertools.accumulate(sizes)]
 
 
-def _full_size(plan: Plan) -> int:
-    """Cells of the mask when spelled out: exact where the lengths are, else a bound."""
-    if plan.host_extend_lens is None or plan.host_seq_lens is None:
+def _full_size(plan: Plan, largest: bool) -> int:
+    """Cells of the mask when spelled out: exact where the lengths are, else (and in a graph) a bound."""
+    if largest or plan.host_extend_lens is None or plan.host_seq_lens is None:
         return plan.key.num_tokens * plan.max_kv_len
     return sum(d * n for d, n in zip(plan.host_extend_lens, plan.host_seq_lens, strict=True))
 

@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Uploader"]
+__all__ = ["Part", "Uploader"]
 
 _ALIGN = 2  # int64 entries: keeps every packed vector 16-byte aligned
 _SLOTS = 4  # staging buffers in flight before one is reused
+_KEPT = 512  # views kept of one staging buffer
+
+Part = tuple[int, torch.Tensor, torch.dtype]
+"""`(byte offset, host vector, dtype that it is stored in)`."""
+
+
+@dataclass
+class _Staging:
+    """A pinned buffer, the event of its last copy, and views of it by (offset, length, dtype)."""
+
+    memory: torch.Tensor
+    copied: torch.cuda.Event
+    views: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (offset, length, dtype)
+        found = self.views.get(key)
+        if found is None:
+            if len(self.views) >= _KEPT:
+                self.views.clear()
+            found = self.memory[offset : offset + length * dtype.itemsize].view(dtype)
+            self.views[key] = found
+        return found
 
 
 class Uploader:
-    """Moves int64 host vectors to one device.
+    """Moves host integers to one device.
 
-    On a CPU the vectors are used as they are. Elsewhere they are packed into a pinned buffer and copied
+    On a CPU they are copied where they belong. Elsewhere they are packed into a pinned buffer and copied
     asynchronously on the current stream; an event guards each buffer against reuse before its copy ended.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
+    def __init__(self, device: torch.device, capacity: int = 1 << 17) -> None:
+        """`capacity`: bytes that a staging buffer has at least."""
         self.device = device
         self._capacity = capacity
-        self._ring: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * _SLOTS
+        self._ring: list[_Staging | None] = [None] * _SLOTS
         self._next = 0
+
+    def send(self, region: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Store `parts` in `region` (uint8, on the device) in one copy. Bytes between them are undefined."""
+        if self.device.type == "cpu":
+            for offset, vector, dtype in parts:
+                region[offset : offset + vector.shape[0] * dtype.itemsize].view(dtype).copy_(vector)
+            return
+        staging = self._staging(region.shape[0])
+        for offset, vector, dtype in parts:
+            staging.view(offset, vector.shape[0], dtype).copy_(vector)
+        region.copy_(staging.view(0, region.shape[0], torch.uint8), non_blocking=True)
+        staging.copied.record()
 
     def upload(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """int64 vectors on the device, in order; those that live there already are passed through."""
@@ -38,20 +75,19 @@ class Uploader:
         for v in vectors:
             starts.append(total)
             total += -(-v.shape[0] // _ALIGN) * _ALIGN
-        staging, event = self._staging(total)
-        for start, v in zip(starts, vectors, strict=True):
-            staging[start : start + v.shape[0]] = v
-        packed = staging[:total].to(self.device, non_blocking=True)
-        event.record()
+        packed = torch.empty(total, dtype=torch.int64, device=self.device)
+        self.send(
+            packed.view(torch.uint8), [(s * 8, v, torch.int64) for s, v in zip(starts, vectors, strict=True)]
+        )
         return [packed[s : s + v.shape[0]] for s, v in zip(starts, vectors, strict=True)]
 
-    def _staging(self, total: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def _staging(self, nbytes: int) -> _Staging:
         slot = self._ring[self._next]
         if slot is not None:
-            slot[1].synchronize()  # its last copy: long done, unless the host is _SLOTS steps ahead
-        if slot is None or slot[0].shape[0] < total:
-            size = max(total, self._capacity)
-            slot = (torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+            slot.copied.synchronize()  # its last copy: long done, unless the host is _SLOTS steps ahead
+        if slot is None or slot.memory.shape[0] < nbytes:
+            memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
+            slot = _Staging(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
             self._ring[self._next] = slot
         self._next = (self._next + 1) % _SLOTS
         return slot

@@ -15,7 +15,7 @@ from anyattn.core.ids import IdKind
 from anyattn.core.kv.pools.base import EVICTED, KVPool
 from anyattn.core.kv.pools.window import pool_name
 from anyattn.core.kv.request_table import RequestTable
-from anyattn.core.metadata.buffers import Take
+from anyattn.core.metadata.buffers import StepStorage
 from anyattn.core.plan import Plan, Table, TableKind
 from anyattn.errors import BatchError
 
@@ -34,8 +34,9 @@ def check_ids(batch: ForwardBatch, pool: KVPool) -> None:
         )
 
 
-def prepare_windows(plan: Plan, pool: KVPool, take: Take) -> None:
+def prepare_windows(plan: Plan, pool: KVPool, storage: StepStorage) -> None:
     """Storage for the write list of each window pool, int64 `[T]`."""
+    take = storage.take
     loc = plan.listed_loc = plan.write_locs.get(Space.FULL)
     if loc is not None:
         if pool.ids is IdKind.VIRTUAL:

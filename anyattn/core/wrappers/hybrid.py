@@ -58,10 +58,16 @@ class HybridBackend(StepBackend):
         """Exactly those of the child that serves `mode`."""
         return Traits.combine([self.child(mode).traits(mode)])
 
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, *, in_capture: bool = False) -> Plan:
-        """Host half, by the child that serves the batch's mode."""
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        """Eager, by the child that serves the batch's mode."""
+        return self.child(batch.forward_mode).init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, *, in_capture: bool = False, captured: Plan | None = None
+    ) -> Plan:
+        """Host half, by the same child."""
         child = self.child(batch.forward_mode)
-        return child.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+        return child.init_forward_metadata_out_graph(batch, in_capture=in_capture, captured=captured)
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Device half, by the same child."""

@@ -68,27 +68,28 @@ MUTANTS = (
     Mutant(
         name="lengths of an earlier step",
         where=f"{_COMPILER}.prepare",
-        old="given = self._upload(batch)\n",
-        new="given = self._upload(batch)\n"
+        old="given = self._upload(batch, storage)\n",
+        new="given = self._upload(batch, storage)\n"
         "    seen = self.__dict__.setdefault('_seen', {})\n"
-        "    given['seq'] = seen.setdefault(batch.batch_size, given['seq'])\n",
+        "    given['seq_lens'] = seen.setdefault(batch.batch_size, given['seq_lens'].clone())\n",
         names=("served", "several-plans", "stable-buffers"),
         report="vllm#42444",
     ),
     Mutant(
         name="plans that share their tensors",
-        where=f"{_COMPILER}._allocate",
-        old="return torch.empty(shape, dtype=dtype, device=self.device)",
-        new="return self.__dict__.setdefault('_memory', {}).setdefault((name, shape), "
-        "torch.empty(shape, dtype=dtype, device=self.device))",
+        where="anyattn.core.metadata.buffers:FreshStorage.packed",
+        old="region = torch.empty(total, dtype=torch.uint8, device=self._device)",
+        new="region = self.__dict__.setdefault('_memory', {}).setdefault(total, "
+        "torch.empty(total, dtype=torch.uint8, device=self._device))",
         names=("several-plans",),
         report="vllm#36611",
     ),
     Mutant(
         name="caller's slots aliased",
-        where="anyattn.core.metadata.compiler:_placed",
-        old="out.copy_(value)\n",
-        new="out = value if name == 'out_cache_loc' else out.copy_(value)\n",
+        where=f"{_COMPILER}._upload",
+        old="return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}",
+        new="return {f[0]: value if f[0] == 'out_cache_loc' else view\n"
+        "                for f, value, (_, view) in zip(fields, values, vectors, strict=True)}",
         names=("shared-reads",),
     ),
     Mutant(
