@@ -37,6 +37,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
     Raises:
         UnknownNameError, SelectionError: as `latent_declared`. ConfigError: an option of the dense kit.
     """
+    from anyattn import api
     from anyattn.testing.emulators import install
     from anyattn.testing.mla_declared import latent_declared
     from anyattn.testing.mla_sweep import spaces_of, sweep
@@ -51,7 +52,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
                 hint=f"leave --{name} out, or --latent where the backend serves dense models too",
             )
     if host is not None:
-        install(args.backend, host, latent=True)
+        install(api.registry().get(args.backend).name, host, latent=True)
     elif needs_interpreter(args.backend, device):
         from anyattn.testing.mla_interpreter import offer_triton_mla
 
