@@ -297,3 +297,42 @@ def test_windows_are_not_declared_batch_invariant() -> None:
     select_for([spec()], backend="fa3", deterministic="batch-invariant", **options)
     with pytest.raises(anyattn.errors.SelectionError, match="batch-invariant"):
         select_for([spec(sliding_window=7)], backend="fa3", deterministic="batch-invariant", **options)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mode", ["decode", "extend", "verify"])
+def test_what_was_captured_serves_other_batches_of_its_shape(mode: str, window: int | None) -> None:
+    def batch(prefix: list[int], new: list[int]) -> anyattn.ForwardBatch:
+        places = [s for row, (p, n) in enumerate(zip(prefix, new, strict=True)) for s in slots(row, p, n)]
+        if mode == "decode":
+            return anyattn.ForwardBatch.decode([0, 1, 2], [p + 1 for p in prefix], places)
+        make = anyattn.ForwardBatch.verify if mode == "verify" else anyattn.ForwardBatch.extend
+        return make([0, 1, 2], prefix, new, places)
+
+    first, later = ([1, 1, 1], [1, 1, 1]) if mode == "decode" else ([4, 4, 4], [2, 7, 3])
+    layer = anyattn.AttentionLayer(spec(sliding_window=window), 0)
+    with emulating("fa3", TOKENSPEED):
+        backend = backend_of("fa3", TOKENSPEED, [layer.spec])
+        for cache in (backend.pool.key_cache(0), backend.pool.value_cache(0)):
+            cache.copy_(torch.randn(cache.shape))
+        backend.init_cuda_graph_state(backend.config.limits)
+        plan = backend.init_forward_metadata_out_graph(batch([3, 4, 5], first), in_capture=True)
+        backend.init_forward_metadata_in_graph(plan)
+        baked = dict(plan.private.calls[0].scheduled)
+        replayed = batch([30, 0, 77], later)
+        assert backend.init_forward_metadata_out_graph(replayed, captured=plan) is plan
+        backend.init_forward_metadata_in_graph(plan)
+        for name, value in plan.private.calls[0].scheduled.items():
+            same = value is baked[name] or (
+                isinstance(value, torch.Tensor) and value.data_ptr() == baked[name].data_ptr()
+            )
+            assert same or value == baked[name], name
+        q, k, v = (torch.randn(replayed.num_tokens, h, 64).to(torch.bfloat16) for h in (4, 2, 2))
+        with anyattn.forward_context(backend, plan):
+            got = layer(q, k, v, replayed)
+        eager = backend.init_forward_metadata(again := batch([30, 0, 77], later))
+        with anyattn.forward_context(backend, eager):
+            want = layer(q, k, v, again)
+    assert isinstance(got, torch.Tensor)
+    assert isinstance(want, torch.Tensor)
+    assert float((got.float() - want.float()).abs().max()) < 1e-2
