@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from anyattn.errors import AnyattnError
@@ -70,6 +71,8 @@ def applied(mutant: Mutant) -> Iterator[None]:
             hint="the code moved: give the mutant its new place, or drop it with a reason",
         )
     changed = _changed(mutant, original, module, owner if owners else None)
+    if isinstance(changed, cached_property):
+        changed.__set_name__(owner, name)
     places = [(owner, name)] if owners else list(_holders(original))
     for holder, attribute in places:
         setattr(holder, attribute, changed)
@@ -91,9 +94,8 @@ def _holders(original: object) -> Iterator[tuple[Any, str]]:
 
 
 def _changed(mutant: Mutant, original: Any, module: Any, owner: type | None) -> Any:
-    plain: Callable[..., Any] = inspect.unwrap(
-        getattr(original, "fn", getattr(original, "__func__", original))
-    )
+    inner = original.func if isinstance(original, cached_property) else original
+    plain: Callable[..., Any] = inspect.unwrap(getattr(inner, "fn", getattr(inner, "__func__", inner)))
     source = textwrap.dedent(inspect.getsource(plain))
     count = source.count(mutant.old)
     if count != 1:
