@@ -155,7 +155,10 @@ class FlexAttention(AttentionBackend):
     def _masked(self, plan: Plan, group: PlanGroup, tiles: Tiles, table: Table | None) -> _Group:
         kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
         width = 0
-        q_block = 16 if tiles.pack is None else _TILE
+        q_block = _TILE
+        if tiles.pack is None:  # its rows are the heads of a group: all in one block
+            heads = self.config.groups.max_q_heads[group] // group.num_kv_heads
+            q_block = max(16, 1 << (heads - 1).bit_length())
         prefix = plan.prefix_lens
         if table is None:  # encoder-only: the keys are the step's own, packed as its queries are
             prefix = torch.zeros_like(prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,40 @@ def test_a_page_of_two_requests_counts_once_in_each() -> None:
     world.backend = _paged(world, 16)
     report = judge(run_step(build_step(world)))
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "decode", "extend_lens": (1, 1), "num_q_heads": 72},
+        {"mode": "decode", "extend_lens": (1, 1), "num_q_heads": 3},
+        {"mode": "extend", "extend_lens": (200, 3)},
+        {"mode": "extend", "extend_lens": (200, 3), "kind": "bidirectional"},
+        {"mode": "extend", "extend_lens": (300, 3), "kind": "encoder_only", "kv": "arguments"},
+    ],
+)
+@pytest.mark.parametrize("paged", [True, False])
+def test_lists_reach_as_far_as_queries_and_keys(
+    fields: dict[str, Any], paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled kernels read a row of the lists for each block of queries, whatever was allocated."""
+    given: list[tuple[Any, tuple[int, int], tuple[int, int]]] = []
+    original = flex_attention.block_mask
+    monkeypatch.setattr(flex_attention, "block_mask", lambda *a: given.append(a) or original(*a))
+    prefix = (0, 0) if fields.get("kind") == "encoder_only" else (40, 5)
+    case = Case(prefix_lens=prefix, page_size=16, head_dim=16, v_head_dim=16, return_lse=False, **fields)
+    if paged and case.kind == "encoder_only":
+        pytest.skip("encoder-only layers have no pages")
+    world = World(case, backend="flex_attention")
+    world.backend = _paged(world, 16) if paged else world.backend
+    assert judge(run_step(build_step(world))).passed
+    ((blocks, size, lengths),) = given
+    for counts, entries in (blocks.partial, blocks.full):
+        assert counts.shape[2] * size[0] >= lengths[0]
+        assert entries.shape[:3] == counts.shape
+        assert int(counts.max()) <= entries.shape[3]
+        listed = entries[torch.arange(entries.shape[3]) < counts[..., None]]
+        assert not listed.numel() or int(listed.max()) * size[1] < lengths[1]
 
 
 def test_masks_are_made_once_a_step_for_each_plan_group(monkeypatch: pytest.MonkeyPatch) -> None:
