@@ -35,6 +35,10 @@ class QuantType(Enum):
     QPERTENSOR_KPERTENSOR_VPERTENSOR = 2
     QPERTOKEN_PERHEAD_KPERTOKEN_PERHEAD_VPERHEAD_QKHADAMARD = 3
 
+    def __repr__(self) -> str:
+        """As its source names it, so that signatures can be read."""
+        return str(self)
+
 
 _PER_TENSOR = QuantType.QPERTOKEN_PERHEAD_KPERTENSOR_VPERTENSOR
 
