@@ -45,6 +45,7 @@ RECORDS = (
         name="trtllm_mha",
         summary="TensorRT-LLM kernels in FlashInfer: trtllm-gen on SM100, SM103; XQA on SM90, SM120, SM121",
         rows=cuda_mha.TRTLLM_MHA_ROWS,
+        targets={ModelKind.DENSE: "anyattn.backends.cuda.trtllm_mha:TrtllmMHA"},
     ),
     BackendRecord(
         name="trtllm_mla",
@@ -63,5 +64,6 @@ RECORDS = (
         name="hpc_ops",
         summary="Tencent's kernels for SM90: D 128, groups of 4 and 8",
         rows=cuda_mha.HPC_OPS_ROWS,
+        targets={ModelKind.DENSE: "anyattn.backends.cuda.hpc_ops:HpcOps"},
     ),
 )

@@ -36,6 +36,7 @@ _GEN: dict[str, Any] = {
     "providers": (FLASHINFER_07,),
     "runtime": ">=12.8",
     "fp8": (E4M3,),
+    # With 8-bit KV queries are rounded to 8 bits too: no context kernel takes the two apart.
     # 128 and more run through dynamic-page kernels whose exact set is unverified, and flashinfer#4347 read
     # wrong pages there.
     "pages": PageSizes((16, 32, 64)),
@@ -86,10 +87,23 @@ _TRTLLM_GEN = (
 
 
 def _xqa(
-    architectures: tuple[str, ...], runtime: str, phases: tuple[Phase, ...], largest: int
+    architectures: tuple[str, ...], runtime: str, phases: tuple[Phase, ...], **fields: Any
 ) -> tuple[CapabilityRow, ...]:
     """XQA: one kernel for decode and chain verification; no LSE, no cap."""
     ragged = (Feature.RAGGED_VERIFY,) if phases == (VERIFY,) else ()
+    common: dict[str, Any] = {
+        "head_dims": HeadDims(minimum=16, maximum=256, multiple=16),
+        "pages": PageSizes((16, 32, 64, 128)),
+        "form": block_table(),
+        "layouts": (NHD, HND),
+        "features": (*_FEATURES, *ragged),
+        "host_lengths": 1,
+        "graph": 1,
+        "method": "xqa",
+        "source": "vendor-apis §2.8, §1.4; flashinfer/xqa.py of 0.7.2 (ragged drafts: q_cu_seq_lens); sinks "
+        "on SM12x: flashinfer#4070; prefill there is fmha_v2 (sglang-facts §3.1), whose call has no recorded "
+        "fact",
+    }
     return per_dtype(
         *HALVES,
         fp8=(E4M3,),
@@ -97,27 +111,26 @@ def _xqa(
         architectures=architectures,
         providers=(FLASHINFER_07,),
         runtime=runtime,
-        head_dims=HeadDims(minimum=16, maximum=largest, multiple=16),
-        pages=PageSizes((16, 32, 64, 128)),
-        form=block_table(),
-        layouts=(NHD, HND),
-        features=(*_FEATURES, *ragged),
-        host_lengths=1,
-        graph=1,
-        method="xqa",
-        source="vendor-apis §2.8, §1.4; flashinfer/xqa.py of 0.7.2; sinks on SM12x: flashinfer#4070; "
-        "prefill there is fmha_v2 (sglang-facts §3.1), whose call has no recorded fact",
+        **{**common, **fields},
     )
 
 
+# Larger heads hold their queries in shared memory: no drafts, and groups of 16 at most (jit/xqa.py).
+_WIDE: dict[str, Any] = {
+    "head_dims": HeadDims(minimum=272, maximum=512, multiple=16),
+    "group_sizes": tuple(range(1, 17)),
+}
+
 TRTLLM_MHA_ROWS = (
     *_TRTLLM_GEN,
-    *_xqa(arch.SM90, "", (DECODE,), 256),
-    *_xqa(arch.SM90, "", (VERIFY,), 256),
-    *_xqa(arch.SM120, ">=12.8", (DECODE,), 512),
-    *_xqa(arch.SM120, ">=12.8", (VERIFY,), 256),
-    *_xqa(arch.SM121, ">=12.9", (DECODE,), 512),
-    *_xqa(arch.SM121, ">=12.9", (VERIFY,), 256),
+    *_xqa(arch.SM90, "", (DECODE,)),
+    *_xqa(arch.SM90, "", (VERIFY,)),
+    *_xqa(arch.SM120, ">=12.8", (DECODE,)),
+    *_xqa(arch.SM120, ">=12.8", (DECODE,), **_WIDE),
+    *_xqa(arch.SM120, ">=12.8", (VERIFY,)),
+    *_xqa(arch.SM121, ">=12.9", (DECODE,)),
+    *_xqa(arch.SM121, ">=12.9", (DECODE,), **_WIDE),
+    *_xqa(arch.SM121, ">=12.9", (VERIFY,)),
 )
 
 # --- hpc_ops -----------------------------------------------------------------------------------------
