@@ -20,7 +20,7 @@ from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.plan import Plan
-from anyattn.core.traits import GraphSupport, SharedReadEnds, Traits
+from anyattn.core.traits import GraphSupport, HostLengthNeed, SharedReadEnds, Traits
 from anyattn.errors import BackendBuildError
 
 __all__ = ["FlashMLA"]
@@ -106,10 +106,15 @@ class FlashMLA(AttentionBackend):
         self._heads = tuple(dict.fromkeys(spec.num_q_heads for spec in self.pool.specs))
 
     def traits(self, mode: ForwardMode) -> Traits:
-        """Kernels read the step's own tables. A schedule that the first layer makes can't be captured."""
+        """Kernels read the step's own tables. A schedule that the first layer makes can't be captured.
+
+        Drafts need a bound on the host: with the number of tokens it says that all requests have as many.
+        """
         base = super().traits(mode)
+        need = HostLengthNeed.NONE if mode is ForwardMode.DECODE else HostLengthNeed.BOUND
         return replace(
             base,
+            host_lengths=max(base.host_lengths, need),
             shared_read_ends=SharedReadEnds.IN_REPLAY,
             rounds_queries=self._latents.fp8,
             graph=base.graph if self._schedule.stable else GraphSupport.NEVER,

@@ -12,7 +12,7 @@ from latent_steps import Served, case, watch
 
 import anyattn
 from anyattn.core.traits import GraphSupport, SharedReadEnds
-from anyattn.errors import BackendBuildError, FeatureError
+from anyattn.errors import BackendBuildError, FeatureError, HostLengthError
 from anyattn.testing.emulators import emulating
 from anyattn.testing.mla_cases import MLACase
 from anyattn.testing.mla_judge import check_mla_case
@@ -82,6 +82,23 @@ def test_declarations(library: Any) -> None:
     assert (traits.shared_read_ends, traits.graph) == (SharedReadEnds.IN_REPLAY, GraphSupport.UNIFORM)
     assert not traits.rounds_queries
     assert Served(_HOST, kv_dtype="float8_e4m3fn", **_ROLES).backend.traits(_DECODE).rounds_queries
+
+
+def test_drafts_with_lengths_on_the_device_need_a_bound(library: Any) -> None:
+    served = Served(_HOST, **_ROLES)
+    fields = {
+        name: torch.tensor(v, device="meta") for name, v in (("seq_lens", [72, 11]), ("extend", [2, 2]))
+    }
+    unknown = served.verify((70, 9), (2, 2)).view(
+        seq_lens=fields["seq_lens"], extend_seq_lens=fields["extend"], host_lens=None
+    )
+    with pytest.raises(HostLengthError, match="bounds"):
+        served.backend.init_forward_metadata(unknown)
+    bounded = served.verify((70, 9), (2, 2)).view(host_lens=anyattn.UpperBound(200, 2))
+    assert not served.step(bounded).isnan().any()
+    loose = served.verify((70, 9), (2, 2)).view(host_lens=anyattn.UpperBound(200, 3))
+    with pytest.raises(FeatureError, match="one length"):
+        served.backend.init_forward_metadata(loose)
 
 
 def test_sglang_kernels_tensors_serve_too(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
