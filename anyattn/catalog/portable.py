@@ -248,7 +248,7 @@ _FLEX_ROWS = (
         "float32",
         architectures=arch.CPU,
         head_dims=HeadDims(maximum=256, equal=False),
-        degraded="eager, scores are spelled out; compiled with a paged mask it gave NaN in some runs",
+        degraded="eager, scores are spelled out: torch compiles none for CPUs that returns the log-sum-exp",
         source="vendor-apis §11.3, hardware-free-checks §2.2 (torch 2.13)",
         proof=Proof.CPU,
         **_FLEX_SLOTS,

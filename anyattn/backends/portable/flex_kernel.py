@@ -1,7 +1,8 @@
 """FlexAttention as torch compiles it: one function per specialisation, bounded in its recompilations.
 
-On CUDA the compiler writes a Triton kernel. On a CPU the C++ compiler takes 11 to 28 s for each variant, and
-paged masks gave NaN in some runs (torch 2.13), so there the same graph runs eagerly, its scores spelled out.
+On CUDA the compiler writes a Triton kernel. On a CPU it writes none that returns the LSE (torch 2.13),
+takes 11 to 28 s of C++ for each variant, and gave NaN for paged masks in some runs; so there the same graph
+runs eagerly, its scores spelled out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.attention import flex_attention as flex
 
 from anyattn.backends.portable.flex_blocks import Blocks
 
-__all__ = ["Kernel", "Specialisation", "block_mask", "compiled"]
+__all__ = ["Kernel", "Specialisation", "block_mask", "compiled", "kernel_options"]
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 """`(q [N, H, rows, D], k [N or 1, Hkv, S, D], v [.., Dv], block mask) -> (out, natural-log lse)`."""
@@ -45,7 +46,7 @@ def compiled(spec: Specialisation) -> Kernel:
     """The function of a specialisation, the same one for every backend object of the process."""
     gqa = spec.shape[0] != spec.shape[1]
     aux = _lse_arguments()
-    options: Any = _kernel_options(spec)
+    options: Any = kernel_options(spec)
     scale, cap = spec.scale, spec.logit_cap
 
     def capped(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
@@ -70,16 +71,19 @@ def compiled(spec: Specialisation) -> Kernel:
     return result
 
 
-def _kernel_options(spec: Specialisation) -> dict[str, Any] | None:
+def kernel_options(spec: Specialisation) -> dict[str, Any] | None:
     """Tiles that divide the mask's blocks. No split-KV kernel: it compiles for each batch size."""
     if spec.device == "cpu":
         return None
     q_block, kv_block = spec.blocks
-    wide = max(spec.shape[2:]) > 128
+    wide, four_bytes = max(spec.shape[2:]) > 128, spec.dtype == torch.float32
+    large = wide and four_bytes  # of 99 KiB of shared memory (SM86, SM89, SM120)
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
-        "BLOCK_M": min(q_block, 64),
-        "BLOCK_N": min(kv_block, 32 if wide or spec.dtype == torch.float32 else 64),
+        "BLOCK_M": min(q_block, 32 if large else 64),
+        "BLOCK_N": min(kv_block, 16 if large else 32 if wide or four_bytes else 64),
+        "num_warps": 4,
+        "num_stages": 1 if large else 2,
     }
 
 

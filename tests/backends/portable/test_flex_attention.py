@@ -173,3 +173,20 @@ def test_source_has_no_device_named() -> None:
     for module in (flex_attention, flex_kernel):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         assert '"cuda"' not in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 128), (128, 32), (128, 128)])
+def test_tiles_divide_the_blocks_of_the_mask_and_fit(
+    dtype: torch.dtype, dim: int, blocks: tuple[int, int]
+) -> None:
+    spec = flex_kernel.Specialisation((8, 2, dim, dim), dtype, 0.1, None, (), "cuda", blocks)
+    options = flex_kernel.kernel_options(spec)
+    assert options is not None
+    rows, keys, stages = (options[name] for name in ("BLOCK_M", "BLOCK_N", "num_stages"))
+    assert blocks[0] % rows == 0
+    assert blocks[1] % keys == 0
+    assert min(rows, keys) >= 16
+    assert (rows + 2 * keys * stages) * dim * dtype.itemsize <= 99 << 10
+    assert flex_kernel.kernel_options(dataclasses.replace(spec, device="cpu")) is None
