@@ -105,8 +105,12 @@ class AttentionBackend(StepBackend):
         traits = self._traits_of(batch.forward_mode)
         self._check_batch(batch, traits)
         # Layers that share KV pass none of their own: they read everything through the table.
-        strategies = (Strategy.PAGED,) if self._shares_kv else traits.strategies
-        plan = self.compiler.prepare(batch, buffers, tree_mask=traits.tree_mask, strategies=strategies)
+        # A graph is one strategy: the one that serves every split of a request into cached and new.
+        paged = self._shares_kv or in_capture
+        plan = self.compiler.prepare(
+            batch, buffers, tree_mask=traits.tree_mask, in_capture=in_capture,
+            strategies=(Strategy.PAGED,) if paged else traits.strategies,
+        )  # fmt: skip
         self.mla.prepare(plan, in_capture=in_capture)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.plan_private(plan, in_capture=in_capture)
@@ -192,7 +196,7 @@ class AttentionBackend(StepBackend):
         table = plan.tables.get(group.table)
         call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs)
         self._dispatch(batch.forward_mode, call)
-        if batch.num_padding_tokens:
+        if batch.num_padding_tokens and batch.captured_mode is None:
             padding = slice(batch.num_tokens - batch.num_padding_tokens, None)
             out3[padding] = 0
             if lse is not None:

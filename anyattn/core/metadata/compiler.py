@@ -67,10 +67,12 @@ class MetadataCompiler:
         *,
         tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK,
         strategies: Sequence[Strategy] = (Strategy.PAGED,),
+        in_capture: bool = False,
     ) -> Plan:
         """Host half: checks, bounds, upload and storage. With `buffers`, every tensor lives in them.
 
         `tree_mask`: the form that the backend reads (`Traits.tree_mask`). `strategies`: those it offers.
+        `in_capture`: `max_kv_len` bounds every later step, not this one.
 
         Raises:
             BatchError: whatever `checks.check_host` finds, or a batch that doesn't fit the buffers.
@@ -96,7 +98,7 @@ class MetadataCompiler:
             else take("positions", (num_tokens,), torch.int64),
             write_locs={space: given[name] for space, name in _WRITES if name in given},
             max_q_len=max_q_len(batch),
-            max_kv_len=max_kv_len(batch, self.table.max_context),
+            max_kv_len=self.table.max_context if in_capture else max_kv_len(batch, self.table.max_context),
             strategy=choose_strategy(batch, strategies),
             storage=storage,
         )

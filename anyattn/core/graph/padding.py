@@ -1,0 +1,124 @@
+"""A batch grown to its bucket: what padded requests carry, field by field, without allocating.
+
+req_pool_indices   the table's padding row, all zero
+seq_lens           the backend's fill length (host and device)
+extend_seq_lens    the graph's tokens per request
+out_cache_loc      slot 0, in the sink page
+positions          0
+encoder_lens       0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anyattn.core.batch import Exact, ForwardBatch
+from anyattn.core.graph.buckets import GraphKey
+from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.plan import Plan
+
+__all__ = ["Padder"]
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of the batch: its name there and in the plan, rows it has, and the padding rule."""
+
+    name: str
+    per_token: bool
+    fill: int
+
+
+class Padder:
+    """Pads batches to one graph's bucket, in host vectors of its own or in the captured plan's storage.
+
+    The padded batch is valid until the next one is made.
+    """
+
+    def __init__(self, key: GraphKey, table: RequestTable, fill_len: int) -> None:
+        """`fill_len`: `get_cuda_graph_seq_len_fill_value` of the mode."""
+        self.key = key
+        self._fields = (
+            _Field("req_pool_indices", False, table.padding_row),
+            _Field("seq_lens", False, fill_len),
+            _Field("extend_seq_lens", False, key.tokens_per_request),
+            _Field("out_cache_loc", True, 0),
+            _Field("positions", True, 0),
+            _Field("encoder_lens", False, 0),
+        )
+        self._host = {f.name: self._filled(f) for f in self._fields}
+        self._exact = {f.name: self._filled(f) for f in self._fields[1:3]}
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _filled(self, field: _Field) -> torch.Tensor:
+        rows = self.key.num_tokens if field.per_token else self.key.num_requests
+        return torch.full((rows,), field.fill, dtype=torch.int64)
+
+    def empty(self, example: ForwardBatch) -> ForwardBatch:
+        """A batch of padding alone, with the optional fields of `example`, known exactly on the host."""
+        given = {f.name: self._host[f.name] for f in self._fields if getattr(example, f.name) is not None}
+        exact = Exact(self._host["seq_lens"], self._host["extend_seq_lens"])
+        return self._batch(example, given, exact, 0)
+
+    def pad(self, batch: ForwardBatch, captured: Plan) -> ForwardBatch:
+        """`batch` with padded requests behind its own. Fields on the device are written where `captured` has
+        them.
+        """
+        given: dict[str, torch.Tensor] = {}
+        for field in self._fields:
+            value: torch.Tensor | None = getattr(batch, field.name)
+            if value is None:
+                continue
+            target = self._host[field.name] if value.device.type == "cpu" else _stored(captured, field.name)
+            given[field.name] = self._grown(target, value, field.fill)
+        exact = batch.exact
+        if exact is not None:
+            exact = Exact(
+                *(
+                    # Lengths of the host are the batch's own, or mirrors of those on the device.
+                    given[name] if value is getattr(batch, name) else self._grown(mirror, value, field.fill)
+                    for (name, mirror), value, field in zip(
+                        self._exact.items(),
+                        (exact.seq_lens, exact.extend_lens),
+                        self._fields[1:3],
+                        strict=True,
+                    )
+                )
+            )
+        return self._batch(batch, given, exact, batch.batch_size)
+
+    def _grown(self, target: torch.Tensor, value: torch.Tensor, fill: int) -> torch.Tensor:
+        rows = value.shape[0]
+        if rows == target.shape[0]:
+            target.copy_(value)
+            return target
+        views = self._views.get((id(target), rows))
+        if views is None:
+            views = self._views[id(target), rows] = target[:rows], target[rows:]
+        views[0].copy_(value)
+        views[1].fill_(fill)
+        return target
+
+    def _batch(
+        self, batch: ForwardBatch, given: dict[str, torch.Tensor], exact: Exact | None, real: int
+    ) -> ForwardBatch:
+        missing = self.key.num_requests - real
+        return batch.view(
+            **given,
+            num_tokens=self.key.num_tokens,
+            host_lens=batch.host_lens if exact is None else exact,
+            num_padding_requests=missing,
+            num_padding_tokens=missing * self.key.tokens_per_request,
+            captured_mode=self.key.mode,
+        )
+
+
+def _stored(plan: Plan, name: str) -> torch.Tensor:
+    """Where a captured plan keeps a field of the batch. Copying it onto itself, later, does nothing."""
+    if name == "out_cache_loc":
+        assert plan.listed_loc is not None
+        return plan.listed_loc
+    stored: torch.Tensor = getattr(plan, "extend_lens" if name == "extend_seq_lens" else name)
+    return stored
