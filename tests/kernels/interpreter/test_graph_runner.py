@@ -115,7 +115,7 @@ def test_chains_are_verified_in_a_graph(make: Callable[..., tuple[Lab, GraphRunn
 def test_refusals_leave_the_graphs_usable(make: Callable[..., tuple[Lab, GraphRunner]]) -> None:
     lab, runner = make()
     batch, inputs = lab.decode([5, 9])
-    with pytest.raises(GraphError, match="never captured.*runner.capture"):
+    with pytest.raises(GraphError, match=r"never captured.*runner\.capture"):
         runner.replay(batch, **inputs)
     runner.capture()
     want = runner.replay(batch, **inputs).clone()
