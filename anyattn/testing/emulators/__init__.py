@@ -52,6 +52,8 @@ EMULATORS: dict[str, Emulator] = {
     "flashmla": Emulator("cuda:sm90", partial(_from, "flash_mla")),
     "cutedsl_mla": Emulator("cuda:sm100", partial(_from, "cutedsl_mla")),
     "hpc_ops": Emulator("cuda:sm90", partial(_from, "hpc_ops")),
+    "aiter": Emulator("rocm:gfx942", partial(_from, "aiter")),
+    "aiter_mla": Emulator("rocm:gfx942", partial(_from, "aiter")),
 }
 """By backend name; `NAME_mla` where a name has a second class."""
 
