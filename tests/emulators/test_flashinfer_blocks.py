@@ -166,6 +166,23 @@ def test_latent_decode(sm100: None) -> None:
         )  # fmt: skip
 
 
+def test_latent_decode_on_sm120() -> None:
+    with emulating("flashinfer_mla", "cuda:sm120"):
+        decode = importlib.import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
+        w, q = latent(), queries(3, 128, 576, BF16).view(3, 1, 128, 576)
+        given = (q, w.keys[:, :, 0], space(), 128, 512, 64, w.table, w.lengths, 64)
+        out = decode(*given, bmm1_scale=0.07, bmm2_scale=0.5)
+        want = w.expected(q[:, 0], [1] * 3, scale=0.035)[0]
+        assert out.shape == (3, 1, 128, 512)
+        assert close(out[:, 0], want * 0.5, 1e-2)
+        with pytest.raises(ValueError, match="Invalid shape"):
+            decode(*given, out=torch.empty_like(out))
+        with pytest.raises(NotImplementedError, match="lse"):
+            decode(*given, return_lse=True)
+        with pytest.raises(AssertionError, match="128"):
+            decode(q[:, :, :16], *given[1:])
+
+
 def test_ragged_prefill_of_materialised_latents(sm100: None) -> None:
     ragged = importlib.import_module("flashinfer.prefill").trtllm_ragged_attention_deepseek
     rows, keys = [2, 3], [5, 0]

@@ -14,6 +14,7 @@ from anyattn.testing.emulators.flashinfer_common import (
     check_aligned,
     check_like,
     chip,
+    contiguous_view,
     use_workspace,
 )
 from anyattn.testing.emulators.modules import EmulationError
@@ -66,11 +67,23 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError(f"return_lse_base must be 'basee', 'base2', or None; got {return_lse_base!r}")
     if max_q_len is not None and cum_seq_lens_q is None:
         raise ValueError("max_q_len is only supported when cum_seq_lens_q is provided")
-    if backend not in ("auto", "trtllm-gen", "cute-dsl"):
-        raise EmulationError("MLA decode backend", asked=backend, allowed="auto, trtllm-gen, cute-dsl")
+    if backend == "auto" and chip() not in (100, 103):
+        backend = "xqa"
+    if backend not in ("auto", "trtllm-gen", "cute-dsl", "xqa"):
+        raise EmulationError("MLA decode backend", asked=backend, allowed="auto, trtllm-gen, cute-dsl, xqa")
     if seq_lens is None:
         raise ValueError("seq_lens is required for trtllm-gen and cute-dsl MLA backends")
     cache = _latent_cache(kv_cache, kv_lora_rank, qk_rope_head_dim, query.shape[-1])
+    if backend == "xqa":
+        if cum_seq_lens_q is not None:
+            raise ValueError("XQA MLA does not support cum_seq_lens_q / max_q_len")
+        if sinks is not None:
+            raise ValueError("XQA MLA does not support sinks")
+        if return_lse or lse is not None:
+            raise NotImplementedError("XQA MLA backend does not support return_lse/lse output")
+        blocks = _blocks(cache, kv_lora_rank, block_tables, seq_lens, cache.shape[1] * block_tables.shape[1])
+        scales = number(bmm1_scale, "bmm1_scale"), number(bmm2_scale, "bmm2_scale")
+        return _xqa(query, blocks, workspace_buffer, kv_lora_rank, scales, out)
     heads, page = query.shape[-2], cache.shape[1]
     chosen = _choose(backend, query, cache, heads, page, return_lse or lse is not None, return_lse_base)
     ragged = cum_seq_lens_q is not None
@@ -82,7 +95,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         raise ValueError(f"Expected batch size {len(spans)} for query and block_table")
     flat = query.reshape(-1, heads, query.shape[-1])
     check_aligned("query", flat)
-    blocks = Blocks(cache[:, :, None], cache[:, :, None, :kv_lora_rank], block_tables, seq_lens, max_seq_len)
+    blocks = _blocks(cache, kv_lora_rank, block_tables, seq_lens, max_seq_len)
     scale = number(bmm1_scale, "bmm1_scale")
     result = attend_blocks(flat, spans, blocks, scale, left=-1, sinks=_sink(sinks))
     if max_q_len is not None and any(stop - start > max_q_len for start, stop in spans):
@@ -94,6 +107,39 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return done
     base = return_lse_base or ("basee" if chosen == "cute-dsl" else "base2")
     return done, _lse(result, query, lse, base)
+
+
+def _blocks(
+    cache: torch.Tensor, rank: int, table: torch.Tensor, lens: torch.Tensor, bound: int
+) -> Blocks:  # fmt: skip
+    return Blocks(cache[:, :, None], cache[:, :, None, :rank], table, lens, bound)
+
+
+def _xqa(
+    query: torch.Tensor, blocks: Blocks, workspace: torch.Tensor, rank: int, scales: tuple[float, float],
+    out: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """SM12x: one token, 128 heads. The second scale is that of K and V: it counts in the logits as well. An
+    `out` of the caller's has no axis for the token."""
+    if chip() not in (120, 121):
+        raise ValueError("XQA MLA requires SM120a (CUDA >= 12.8) or SM121a (CUDA >= 12.9)")
+    if query.dtype != blocks.k.dtype or query.dtype not in (torch.bfloat16, FP8[0]):
+        raise ValueError("XQA MLA supports (fp8, fp8) or (bfloat16, bfloat16) only")
+    if query.shape[1] != 1:
+        raise ValueError(f"XQA MLA only supports q_len_per_request == 1, got {query.shape[1]}")
+    assert query.shape[2] == 128, "Only head group ratio 128 is supported for xqa MLA"
+    if blocks.k.shape[1] not in (16, 32, 64, 128):
+        raise ValueError(f"Invalid page_size: {blocks.k.shape[1]}, only 16, 32, 64, 128 are supported")
+    _check_table(blocks.table, blocks.k.shape[1], aligned=True)
+    flat = contiguous_view(query).reshape(-1, *query.shape[2:])
+    spans = [(i, i + 1) for i in range(flat.shape[0])]
+    result = attend_blocks(flat, spans, blocks, scales[0] * scales[1], left=-1)
+    if bool(workspace.view(torch.uint8)[: 8 << 20].any()):
+        result.out.fill_(torch.nan)
+    shape = (flat.shape[0], flat.shape[1], rank)
+    if out is None:
+        return finish(result, shape, None, torch.bfloat16, scales[1]).unsqueeze(1)
+    return finish(result, shape, out, torch.bfloat16, scales[1])
 
 
 def _choose(
