@@ -163,8 +163,8 @@ _FA4_MUTANTS = (
     Mutant(
         name="fa4: log-sum-exp of latents read by heads",
         where="anyattn.backends.cuda.flash_providers:FlashFunction.run",
-        old='token_major = self.version == 4 and given.get("qv") is not None',
-        new="token_major = False",
+        old='raw if self.version == 4 and "qv" in given else raw.t()',
+        new="raw.t()",
         names=("decode", "chain"),
     ),
     Mutant(
