@@ -121,6 +121,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *deprecated_positional_args: Any,
         **kwargs: Any,
     ) -> None:
+        """Plan one step over pages. Raises as the library, `EmulationError` for what isn't emulated."""
         if deprecated_positional_args:
             kwargs = legacy_keywords(_POSITIONAL, deprecated_positional_args, kwargs)
             warnings.warn("plan() with positional options is deprecated", DeprecationWarning, stacklevel=2)
@@ -244,6 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
+        """Attend with the planned schedule: `out`, or `(out, lse)` with the LSE `[T, Hq]` in base 2."""
         planned, (k, v) = self._planned, unpack_cache(paged_kv_cache, self._kv_layout)
         assert planned is not None, "plan info is not initialized"
         if q.dtype != planned.q_dtype or k.dtype != planned.kv_dtype:

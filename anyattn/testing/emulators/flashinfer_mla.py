@@ -92,6 +92,7 @@ class BatchMLAPagedAttentionWrapper:
         enable_pdl: bool | None = None,
         use_sinks: bool = False,
     ) -> None:
+        """Plan one step, from metadata or from flat tables. Raises what the library raises."""
         flat = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens)
         given = metadata or MLAPlanMetadata(*flat, max_q_len)
         if metadata is not None and any(value is not None for value in (*flat, max_q_len)):
@@ -185,6 +186,7 @@ class BatchMLAPagedAttentionWrapper:
         bmm1_scale: float | None = None,
         bmm2_scale: float | None = None,
     ) -> Any:
+        """Attend: `out [T, H, 512]`, or `(out, lse)` in the base that was planned."""
         plan = self._plan
         if plan is None:
             raise RuntimeError("BatchMLAPagedAttentionWrapper.run() called before plan().")

@@ -125,6 +125,7 @@ def _check_csr(
 def kv_scales(
     plan: MLAPlan, ckv: float | None, array: torch.Tensor | None, kpe: float | None
 ) -> tuple[float, float]:
+    """Factors of the latent and the rope part. Raises `ValueError` where fp8 lacks one or others have one."""
     if array is not None:
         raise EmulationError("ckv_scale_arr", asked="a tensor", allowed="ckv_scale")
     if not plan.fp8:

@@ -135,6 +135,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
     ) -> None:
+        """Plan one step over pages. Raises as the library, `EmulationError` for what isn't emulated."""
         if pos_encoding_mode != "NONE" or prefix_len_ptr is not None:
             raise EmulationError("position encodings and items", asked=pos_encoding_mode, allowed="NONE")
         q_dtype = as_dtype(q_data_type)
@@ -235,6 +236,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
     ) -> Any:
+        """Attend with the planned schedule: `out`, or `(out, lse)` in the base and axis order asked for."""
         planned, (k, v) = self._planned, unpack_cache(paged_kv_cache, self._kv_layout)
         assert planned is not None, "plan info is not initialized"
         if q.dtype != planned.q_dtype or k.dtype != planned.kv_dtype:

@@ -122,6 +122,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         o_indptr: torch.Tensor | None = None,
         uniform_q_len: int | None = None,
     ) -> None:
+        """Plan one step. Raises what the library raises, `EmulationError` for what isn't emulated."""
         if pos_encoding_mode != "NONE" or prefix_len_ptr is not None:
             raise EmulationError("position encodings and items", asked=pos_encoding_mode, allowed="NONE")
         q_dtype = as_dtype(q_data_type)
@@ -200,6 +201,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         enable_pdl: bool | None = None,
         kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Any:
+        """Attend with the planned schedule: `out`, or `(out, lse)` in the base and axis order asked for."""
         planned = self._planned
         assert planned is not None, "plan info is not initialized"
         if q.dtype != planned.q_dtype or k.dtype != planned.kv_dtype:
