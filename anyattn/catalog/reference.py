@@ -94,7 +94,7 @@ _ROWS = (
         method="gather, absorbed or materialised",
         degraded="reference, not a fast path",
         source="plain torch operators; not run on accelerators yet",
-        **_MLA,
+        **{**_MLA, "layouts": (NHD, HND, "SPLIT", "NZ")},  # reads slots, wherever they lie
     ),
 )
 

@@ -11,7 +11,8 @@ __all__ = ["graph_platform"]
 
 
 def graph_platform(device: torch.device | str) -> GraphPlatform:
-    """CUDA graphs on CUDA and ROCm devices; the recorder on a CPU, which shows the protocol and no speed.
+    """CUDA graphs on CUDA and ROCm devices, NPU graphs on Ascend; the recorder on a CPU, which shows the
+    protocol and no speed.
 
     Raises:
         GraphError: a device without graph objects here.
@@ -21,12 +22,16 @@ def graph_platform(device: torch.device | str) -> GraphPlatform:
         from anyattn.platforms.cuda_graphs import CUDAGraphPlatform
 
         return CUDAGraphPlatform(device)
+    if kind == "npu":
+        from anyattn.platforms.ascend_graphs import AscendGraphPlatform
+
+        return AscendGraphPlatform()
     if kind == "cpu":
         return _recorder()
     raise GraphError(
         f"no graph objects for {kind}",
         asked=kind,
-        allowed="cuda (CUDA and ROCm), cpu",
+        allowed="cuda (CUDA and ROCm), npu, cpu",
         hint="run eagerly, or pass a GraphPlatform of your own to GraphRunner",
     )
 

@@ -190,7 +190,8 @@ def _call(
 
 
 def _storage(world: MLAWorld) -> torch.Tensor:
-    return world.pool.latent_cache(0).view(torch.uint8).clone()
+    parts = [cache.flatten(2).contiguous().view(torch.uint8) for cache in world.pool.caches(0)]
+    return torch.cat(parts, dim=2)
 
 
 def _storage_faults(world: MLAWorld, before: torch.Tensor, written: torch.Tensor) -> list[str]:

@@ -96,11 +96,11 @@ class MLAWorld:
             self.table.req_to_token[row, : slots.shape[0]] = slots.to(self.device, torch.int32)
 
     def _poison(self) -> None:
-        cache = self.pool.latent_cache(0)
-        cache.copy_(torch.full(cache.shape, torch.nan).to(cache.dtype))
-        if not self.backend.traits(_MODES[self.case.mode]).tolerates_nan_tail:
-            owned = torch.cat(self.slots) // self.case.page_size
-            cache[owned.to(self.device)] = torch.zeros((), dtype=cache.dtype, device=self.device)
+        for cache in self.pool.caches(0):
+            cache.copy_(torch.full(cache.shape, torch.nan).to(cache.dtype))
+            if not self.backend.traits(_MODES[self.case.mode]).tolerates_nan_tail:
+                owned = torch.cat(self.slots) // self.case.page_size
+                cache[owned.to(self.device)] = torch.zeros((), dtype=cache.dtype, device=self.device)
         shape = (self.pool.total_slots, self.case.rank + self.case.rope)
         self.latents = torch.full(shape, torch.nan, dtype=torch.float64)
 
@@ -122,7 +122,8 @@ class MLAWorld:
     def stored(self, slots: torch.Tensor) -> torch.Tensor:
         """What the storage holds at `slots`, scaled, float64."""
         at, page = slots.to(self.device), self.case.page_size
-        raw = self.pool.latent_cache(0)[at // page, at % page, 0].cpu().to(torch.float64)
+        parts = [cache[at // page, at % page, 0].flatten(1) for cache in self.pool.caches(0)]
+        raw = torch.cat(parts, dim=1).cpu().to(torch.float64)
         return raw * float(torch.tensor(self.case.kv_scale))
 
 

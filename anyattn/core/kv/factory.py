@@ -12,6 +12,7 @@ from anyattn.core.arguments import check_whole
 from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.kv.pools.mla_split import SPLIT_LAYOUTS, SplitMLAPool
 from anyattn.core.kv.pools.unified import UnifiedPool
 from anyattn.core.kv.pools.window import WindowPool
 from anyattn.errors import PoolError
@@ -52,8 +53,9 @@ def create_pool(
             hint="anyattn.select(...)",
         )
     check_whole("num_slots counts tokens", num_slots, 1, error=PoolError)
-    if decision.kv.layout not in LAYOUTS:
-        raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(LAYOUTS))
+    known = dict.fromkeys((*LAYOUTS, *SPLIT_LAYOUTS))
+    if decision.kv.layout not in known:
+        raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(known))
     try:
         return _pool(decision, num_slots, window_slots, num_ids, k_scale, v_scale)
     except RuntimeError as error:
@@ -111,7 +113,8 @@ def _latent_pool(
             allowed="one k_scale, v_scale left out",
             hint="values are a part of the latent and share its scale",
         )
-    return MLAPool(
+    build = SplitMLAPool if decision.kv.layout in SPLIT_LAYOUTS else MLAPool
+    return build(
         decision.request.specs,
         num_slots=num_slots,
         page_size=decision.kv.page_size,

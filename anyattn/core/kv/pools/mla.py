@@ -43,17 +43,23 @@ class MLAPool(KVPool):
         super().__init__(
             specs, num_slots=num_slots, page_size=page_size, kv_dtype=kv_dtype, dtype=dtype, device=device
         )
-        if layout not in ("NHD", "HND"):
-            raise PoolError("KV layout of a latent pool", asked=layout, allowed="NHD, HND")
+        self._check_layout(layout)
         self.layout = layout
         self._rows: dict[int, torch.Tensor] = {}
         self._scales: dict[int, KVScale] = {}
         for layer_id, spec in enumerate(self.specs):
             _check_latent(layer_id, spec, self.specs)
             if spec.kv_shared_with is None:
-                shape = (self.num_pages, page_size, 1, spec.head_dim)
-                self._rows[layer_id] = torch.zeros(shape, dtype=kv_dtype, device=self.device)
+                self._allocate(layer_id, spec)
                 self.set_scale(layer_id, scale)
+
+    def _check_layout(self, layout: str) -> None:
+        if layout not in ("NHD", "HND"):
+            raise PoolError("KV layout of a latent pool", asked=layout, allowed="NHD, HND")
+
+    def _allocate(self, layer_id: int, spec: AttentionSpec) -> None:
+        shape = (self.num_pages, self.page_size, 1, spec.head_dim)
+        self._rows[layer_id] = torch.zeros(shape, dtype=self.kv_dtype, device=self.device)
 
     def set_scale(self, layer_id: int, scale: float) -> None:
         """The one scale of a layer's latents and rope parts; before anything is written to it."""
