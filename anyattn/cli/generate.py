@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--draft-tokens", type=int, metavar="N", help="tokens verified per request and step (default 8)"
     )
+    engine.add_argument(
+        "--graphs",
+        default="auto",
+        metavar="HOW",
+        help="decode in graphs: auto (on CUDA, the default), on, off",
+    )
     engine.add_argument("--no-prefix-reuse", action="store_true", help="compute shared prefixes every time")
 
 
@@ -194,7 +200,17 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         decode=args.decode,
         prefix_reuse=not args.no_prefix_reuse,
         draft_tokens=_draft_tokens(args),
+        graphs=_graphs(args.graphs),
     )
+
+
+def _graphs(choice: str) -> str:
+    """One of the known uses of graphs, before the model is loaded."""
+    from anyattn.demo.graphs import CHOICES
+
+    if choice not in CHOICES:
+        raise UnknownNameError("use of graphs", choice, CHOICES)
+    return choice
 
 
 def _draft_tokens(args: argparse.Namespace) -> int:

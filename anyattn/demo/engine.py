@@ -10,11 +10,13 @@ import torch
 
 import anyattn
 from anyattn.core.batch import ForwardMode
+from anyattn.core.graph.objects import GraphPlatform
 from anyattn.core.kv.allocator import PageAllocator, pages_for
 from anyattn.core.kv.prefix import PrefixCache
 from anyattn.core.select.decision import Decision
 from anyattn.core.traits import MixedSupport
 from anyattn.demo.decoder import Decoder
+from anyattn.demo.graphs import use_graphs
 from anyattn.demo.request import Chunk, Completion, GenerationRequest
 from anyattn.demo.sampler import SamplingParams, sample
 from anyattn.demo.scheduler import Scheduler, Step
@@ -39,6 +41,7 @@ class EngineConfig:
             Needs `prefix_reuse=False`: a cached prefix has lost them.
         draft_tokens: most tokens that a decode step verifies per request, the last one included (0 = no
             drafts; see `demo.speculative`).
+        graphs: decode steps replay captured graphs: `auto` (on CUDA, where the backend can), `on`, `off`.
     """
 
     max_batch: int = 8
@@ -53,6 +56,7 @@ class EngineConfig:
     page_seed: int | None = None
     dual_pool: bool = False
     draft_tokens: int = 0
+    graphs: str = "auto"
 
 
 @dataclass
@@ -97,12 +101,22 @@ class Engine:
         decision: what was selected and why. pool, table, backend: built from it.
         scheduler, cache: who runs, and which pages are shared. stats: steps so far.
         windows: keeps the maps of a dual pool, or None.
+        graphs: the captured decode step, or None; `graphs_note` says in a line what limits it.
 
     Raises:
         SelectionError, ConfigError, PoolError: choices or sizes that can't be.
+        GraphError: `graphs="on"`, and the backend or the device can't.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, *, eos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        eos_id: int | None = None,
+        platform: GraphPlatform | None = None,
+    ) -> None:
+        """`platform`: captures and replays in place of the device's own graphs."""
         self.model, self.config = model, config
         longest = model.max_context if config.max_context is None else config.max_context
         chunk = config.max_batch * longest if config.chunk is None else config.chunk
@@ -133,6 +147,9 @@ class Engine:
             mixed=mixed,
             eos_id=eos_id,
         )
+        most = anyattn.Limits(config.max_batch, config.max_batch, context)
+        use = use_graphs(config.graphs, model, self.backend, most, platform)
+        self.graphs, self.graphs_note = use.graphs, use.why
         self.stats = EngineStats()
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> GenerationRequest:
@@ -185,8 +202,10 @@ class Engine:
     def _compute(self, step: Step) -> torch.Tensor:
         """Plan the step once, run all layers, return the logits of the rows that are sampled."""
         batch = self._batch(step)
-        plan = self.backend.init_forward_metadata(batch)
         ids = [token for chunk in step.chunks for token in chunk.token_ids]
+        if self.graphs is not None and step.mode is ForwardMode.DECODE:
+            return self.graphs.logits(batch, ids)
+        plan = self.backend.init_forward_metadata(batch)
         rows, last = [], -1
         for chunk in step.chunks:
             last += chunk.length

@@ -87,6 +87,8 @@ class GemmaModel:
         like = torch.empty(0, dtype=dtype, device=self.device)
         self.specs = tuple(_spec(config, layer) for layer in range(config.num_layers))
         self.embedding = checkpoint.tensors["token_embd.weight"].to(like)
+        # On the device from the start: a step that is captured copies nothing from the host.
+        self._scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self.device)
         self.head = make_linear(self.embedding)
         self.norm = checkpoint.tensors["output_norm.weight"].to(like)
         self._rotary = {
@@ -106,7 +108,7 @@ class GemmaModel:
         """Logits of chosen tokens: see `LlamaModel.forward`."""
         config = self.config
         x = F.embedding(token_ids, self.embedding)
-        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype, device=x.device)
+        x = x * self._scale
         full = self._rotary[config.rope_theta].tables(positions)
         local = self._rotary[config.local_rope_theta].tables(positions)
         for layer in self.layers:

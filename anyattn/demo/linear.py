@@ -22,7 +22,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 def make_linear(weight: torch.Tensor) -> Linear:
     """`x @ weight.T` for a fixed `weight [out, in]`, by the fastest way that this machine has.
 
-    The packed form is used only after it reproduced `F.linear`; otherwise the weight is kept as it is.
+    The packed form is used only after it reproduced `F.linear`; otherwise the weight is kept as it is, as it
+    is inside `torch.backends.mkldnn.flags(enabled=False)` (the CPU recorder can't hold packed weights).
     """
     packed = _packed(weight) if _packable(weight) else None
     if packed is not None:
@@ -32,7 +33,10 @@ def make_linear(weight: torch.Tensor) -> Linear:
 
 
 def _packable(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    onednn = torch.backends.mkldnn
+    if weight.device.type != "cpu" or not onednn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not getattr(onednn, "enabled", True):  # `torch.backends.mkldnn.flags(enabled=False)`
         return False
     if weight.dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -42,6 +42,7 @@ def before(engine: Engine, session: Session) -> Iterator[str]:
     pool = next((i for i, line in enumerate(lines) if line.startswith("  KV pool")), len(lines) - 1)
     yield "Decision (all of it, with what was not chosen and why: `anyattn select`)"
     yield from lines[1 : pool + 1]
+    yield f"Graphs: {engine.graphs_note}"
 
 
 class FirstText:
@@ -101,4 +102,5 @@ def statistics(engine: Engine, answers: Sequence[Answer]) -> dict[str, Any]:
         "prompt_tokens": sum(len(a.prompt_ids) for a in answers),
         "reused_tokens": sum(a.completion.reused_tokens for a in answers),
         "preemptions": engine.scheduler.preemptions,
+        "graphs": engine.graphs_note,
     }

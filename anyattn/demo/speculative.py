@@ -15,6 +15,7 @@ import torch
 
 import anyattn
 from anyattn.core.batch import ForwardMode
+from anyattn.core.graph.objects import GraphPlatform
 from anyattn.core.kv.allocator import pages_for
 from anyattn.core.speculative.accept import accept
 from anyattn.core.speculative.ragged import RaggedTrees
@@ -65,7 +66,14 @@ class SpeculativeEngine(Engine):
         ConfigError: fewer than two draft tokens (the last token is one of them), or a dual pool.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, *, eos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        eos_id: int | None = None,
+        platform: GraphPlatform | None = None,
+    ) -> None:
         if config.draft_tokens < 2:
             raise ConfigError(
                 "draft tokens of a step, the last token included",
@@ -80,7 +88,9 @@ class SpeculativeEngine(Engine):
                 allowed="one of the two",
                 hint="EngineConfig(dual_pool=False), or draft_tokens=0",
             )
-        super().__init__(model, config, eos_id=eos_id)
+        super().__init__(model, config, eos_id=eos_id, platform=platform)
+        if self.graphs is not None:
+            self.graphs_note += "; verify steps run eagerly, their trees differ in size"
         self.drafter = NgramDrafter()
         self.speculation = SpeculationStats()
         self._mask = anyattn.VerifyMask.allocate(
@@ -186,7 +196,13 @@ class SpeculativeEngine(Engine):
         self.speculation.tokens += tokens
 
 
-def make_engine(model: Decoder, config: EngineConfig, *, eos_id: int | None = None) -> Engine:
+def make_engine(
+    model: Decoder,
+    config: EngineConfig,
+    *,
+    eos_id: int | None = None,
+    platform: GraphPlatform | None = None,
+) -> Engine:
     """The engine that `config` asks for: with drafts where `draft_tokens` isn't 0."""
     kind = SpeculativeEngine if config.draft_tokens else Engine
-    return kind(model, config, eos_id=eos_id)
+    return kind(model, config, eos_id=eos_id, platform=platform)
