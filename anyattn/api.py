@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -13,7 +14,7 @@ from anyattn import env
 from anyattn.core.arguments import check_instance
 from anyattn.core.capabilities import Feature, ModelKind, Preference
 from anyattn.core.facts import HostFacts
-from anyattn.core.registry import Registry
+from anyattn.core.registry import Registry, load_target
 from anyattn.core.select.decision import Decision
 from anyattn.core.select.request import Request, canonical_dtype
 from anyattn.core.select.solve import decide
@@ -24,36 +25,79 @@ from anyattn.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["host_facts", "make_request", "platform_preferences", "registry", "select"]
+    from anyattn.core.graph.objects import GraphPlatform
+    from anyattn.core.platform_record import PlatformRecord
+
+__all__ = ["device_type", "graph_platform", "host_facts", "make_request", "platform_preferences",
+           "plugin_host", "registry", "select"]  # fmt: skip
 
 E = TypeVar("E", bound=Enum)
 
 _LOG = logging.getLogger("anyattn")
-_DEVICES = {"cuda": "cuda", "rocm": "cuda", "ascend": "npu", "cpu": "cpu"}
-"""torch's device type on each platform."""
 
 
 @functools.cache
 def registry() -> Registry:
-    """The process's registry: all records of the catalog."""
-    from anyattn.catalog import records
+    """The process's registry: the catalog and what plugins bring; broken ones keep a record with a fault.
 
-    return Registry(records())
+    Raises:
+        ConfigError: `ANYATTN_PLUGINS` or `ANYATTN_PLUGINS_DENIED` names what isn't there.
+    """
+    from anyattn.detect import plugins
+
+    return Registry(plugins().records)
 
 
 @functools.cache
 def platform_preferences(platform: str) -> tuple[Preference, ...]:
     """Preference lists of a platform."""
-    from anyattn.platforms import preferences
+    return _platform(platform).preferences
 
-    return preferences(platform)
+
+def device_type(platform: str) -> str:
+    """torch's device type on a platform: `cuda` on AMD too."""
+    return _platform(platform).device
+
+
+def graph_platform(platform: str, device: torch.device | str) -> GraphPlatform:
+    """What captures and replays on a platform: a plugin's class, built with the device, or ours.
+
+    Raises:
+        BackendBuildError: the plugin's class can't be loaded. GraphError: no graphs on that device.
+    """
+    path = _platform(platform).graph
+    if path:
+        made: GraphPlatform = load_target(path, f"graphs on {platform}")(device)
+        return made
+    from anyattn.platforms.graphs import graph_platform as built_in
+
+    return built_in(device)
+
+
+def _platform(name: str) -> PlatformRecord:
+    from anyattn.detect import plugins
+
+    return plugins().platform(name)
+
+
+def plugin_host(device: str) -> str | None:
+    """`platform:arch` where `device` is a plugin's platform whose tensors lie on another type of device.
+
+    Raises:
+        ConfigError: that device isn't here.
+    """
+    from anyattn.detect import plugins
+
+    kind = device.partition(":")[0]
+    names = {record.name for record in plugins().brought() if record.device != record.name}
+    return host_facts(device).target if kind in names else None
 
 
 @functools.cache
 def _detected(device: str | None, visible: tuple[str | None, ...]) -> HostFacts:
-    from anyattn.detect import detect_host, kept_probes, with_probes
+    from anyattn.detect import detect_machine, kept_probes, with_probes
 
-    host = detect_host(device)
+    host = detect_machine(device)
     return with_probes(host, kept_probes(host))
 
 
@@ -85,8 +129,8 @@ def host_facts(device: str | None = None, host: str | HostFacts | None = None) -
         return _detected(device, tuple(os.environ.get(name) for name in names))
     hint = "a name as in `anyattn select --assume`, or facts of anyattn.detect"
     facts = _simulated(host) if isinstance(host, str) else check_instance("host", host, HostFacts, hint)
-    own = _DEVICES.get(facts.platform, facts.platform)
-    if device is not None and device.partition(":")[0] != own:
+    own = device_type(facts.platform)
+    if device is not None and device.partition(":")[0] not in (own, facts.platform):
         hint = "unset ANYATTN_ASSUME" if assumed else f"leave device out, or use {own!r}"
         raise ConfigError("device isn't of the host that is assumed", asked=device, allowed=own, hint=hint)
     return facts
@@ -151,6 +195,23 @@ def make_request(
     )
 
 
+def _tensor_device(device: torch.device | str | None, facts: HostFacts) -> torch.device | str:
+    """Where tensors lie: a plugin's platform may be named though its tensors are on another device."""
+    own = device_type(facts.platform)
+    if device is None:
+        return own
+    kind, _, index = str(device).partition(":")
+    if kind != facts.platform or kind == own:
+        return device
+    return own if own == "cpu" or not index else f"{own}:{index}"
+
+
+def _broken_plugins() -> tuple[str, ...]:
+    from anyattn.detect import plugins
+
+    return tuple(map(str, plugins().faults))
+
+
 def select(
     specs: AttentionSpec | Sequence[AttentionSpec],
     *,
@@ -194,7 +255,7 @@ def select(
     request = make_request(
         specs,
         dtype=dtype,
-        device=_DEVICES.get(facts.platform, facts.platform) if device is None else device,
+        device=_tensor_device(device, facts),
         limits=limits,
         kv_dtype=kv_dtype,
         page_size=page_size,
@@ -209,5 +270,7 @@ def select(
         kind=kind,
     )
     decision = decide(request, facts, registry(), platform_preferences(facts.platform))
+    if broken := _broken_plugins():
+        decision = dataclasses.replace(decision, notes=(*decision.notes, *broken))
     _LOG.info("%s", decision.summary())
     return decision

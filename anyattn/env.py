@@ -36,7 +36,8 @@ VARIABLES: dict[str, Variable] = {
         Variable("ANYATTN_MEASUREMENTS", "path of a measurement table to rank by"),
         Variable("ANYATTN_CHECKS", "what is verified at run time", "host", ("off", "host", "full")),
         Variable("ANYATTN_CACHE_DIR", "folder for probe results and compiled tables"),
-        Variable("ANYATTN_PLUGINS", "comma-separated allow list of plugin distributions ('none' for none)"),
+        Variable("ANYATTN_PLUGINS", "distributions whose plugins load, comma-separated; `none` for none"),
+        Variable("ANYATTN_PLUGINS_DENIED", "distributions whose plugins don't load"),
         Variable("ANYATTN_ASSUME", "simulated host, as in `anyattn select --assume`"),
     )
 }

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(matrix, request, facts), indent=2))
     else:
-        print("\n".join(_title(request, facts) + (_details if args.why else _table)(matrix)))
+        body = (_details if args.why else _table)(matrix)
+        print("\n".join([*_title(request, facts), *body, *_plugin_lines()]))
     return 0
 
 
@@ -101,6 +102,13 @@ def _table(matrix: Matrix) -> list[str]:
     return [f"{'':{width}}{head}", *(line.rstrip() for line in lines), *foot]
 
 
+def _plugin_lines() -> list[str]:
+    """Plugins that can't be used, with the remedy; a plugin that merely isn't for this host isn't one."""
+    from anyattn.detect import plugins
+
+    return [line for report in plugins().faults for line in ("", str(report))]
+
+
 def _first_reason(verdicts: Verdicts) -> str:
     """Of the first phase that isn't a yes; where nothing works, of one that the backend has kernels for."""
     bad = [v for v in verdicts.values() if not isinstance(v, Accepted)]
@@ -139,6 +147,8 @@ def _told(reason: Reason) -> list[str]:
 
 
 def _as_json(matrix: Matrix, request: Request | None, facts: HostFacts) -> dict[str, Any]:
+    from anyattn.detect import plugins
+
     backends = [
         {
             "backend": record.name,
@@ -158,4 +168,5 @@ def _as_json(matrix: Matrix, request: Request | None, facts: HostFacts) -> dict[
         "host": to_plain(facts),
         "request": None if request is None else request.to_json(),
         "backends": backends,
+        "plugins": to_plain(plugins().reports),
     }

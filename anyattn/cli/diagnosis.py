@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyattn.core.facts import HostFacts, LibraryState
-from anyattn.detect import KNOWN, Library, ProbeReport
+from anyattn.detect import KNOWN, Library, PluginReport, ProbeReport, plugins
 
 if TYPE_CHECKING:
     from anyattn.core.capabilities import BackendRecord
@@ -62,6 +62,7 @@ class Diagnosis:
     problems: tuple[str, ...]
     next_steps: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    plugins: tuple[PluginReport, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -81,12 +82,17 @@ def library_statuses(host: HostFacts, reports: Iterable[ProbeReport] = ()) -> tu
     probed = {report.facts.distribution: report for report in reports}
     wanted = [
         library
-        for library in KNOWN.values()
+        for library in _known(host).values()
         if (host.platform in library.platforms and library.simulated)
         or library.distribution in host.libraries
         or library.distribution == "torch"
     ]
     return tuple(_library(library, host, probed.get(library.distribution)) for library in wanted)
+
+
+def _known(host: HostFacts) -> Mapping[str, Library]:
+    """Plugins' libraries too, where the host was looked at with plugins at all."""
+    return KNOWN if set(host.libraries) <= set(KNOWN) else plugins().known()
 
 
 def _library(library: Library, host: HostFacts, report: ProbeReport | None) -> LibraryStatus:

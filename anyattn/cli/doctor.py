@@ -22,7 +22,16 @@ from anyattn.cli.diagnosis import (
 )
 from anyattn.cli.next_steps import next_steps
 from anyattn.core.facts import HostFacts
-from anyattn.detect import ProbeReport, detect_host, probe_all, simulate, with_probes
+from anyattn.detect import (
+    PluginReport,
+    Plugins,
+    ProbeReport,
+    detect_machine,
+    plugins,
+    probe_all,
+    simulate,
+    with_probes,
+)
 from anyattn.env import check_environment
 from anyattn.errors import ConfigError
 
@@ -55,10 +64,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if not 0 < args.timeout <= _LONGEST:
         raise ConfigError("time for a probe", asked=f"{args.timeout:g}", allowed=f"0 < seconds <= {_LONGEST}")
-    host = simulate(args.assume) if args.assume else detect_host(args.device)
+    host = _host(args)
     diagnosis = diagnose(host, probe_libraries=args.probe, timeout=args.timeout, fresh=args.fresh)
     print(json.dumps(diagnosis.to_json(), indent=2) if args.json else render(diagnosis))
     return 0
+
+
+def _host(args: argparse.Namespace) -> HostFacts:
+    """Without plugins where they can't be listed: doctor says so instead of failing."""
+    try:
+        found = plugins()
+    except Exception:
+        found = Plugins()
+    return simulate(args.assume, found) if args.assume else detect_machine(args.device, found=found)
 
 
 def diagnose(
@@ -75,8 +93,9 @@ def diagnose(
     backends, notes = _backends(host, torch)
     notes += tuple(dict.fromkeys(report.note for report in reports if report.note))
     problems = _problems(host, torch, os.environ)
-    steps = next_steps(host, torch, libraries, backends, probed=probe_libraries)
-    return Diagnosis(host, torch, libraries, backends, probe_libraries, problems, steps, notes)
+    plugged = _plugins()
+    steps = next_steps(host, torch, libraries, backends, probed=probe_libraries, plugged=plugged)
+    return Diagnosis(host, torch, libraries, backends, probe_libraries, problems, steps, notes, plugged)
 
 
 def _progress(count: int) -> Callable[[ProbeReport], None]:
@@ -91,11 +110,16 @@ def _progress(count: int) -> Callable[[ProbeReport], None]:
 def _backends(host: HostFacts, torch: LibraryStatus) -> tuple[tuple[BackendStatus, ...], tuple[str, ...]]:
     """Statuses of all backends; when the catalog itself can't be read, none and a note."""
     try:
-        from anyattn.catalog import records
-
-        return backend_statuses(records(), host, torch), ()
+        return backend_statuses(plugins().records, host, torch), ()
     except Exception as error:  # doctor explains what is broken, it doesn't break with it
         return (), (f"backends can't be listed: {type(error).__name__}: {error}",)
+
+
+def _plugins() -> tuple[PluginReport, ...]:
+    try:
+        return tuple(plugins().reports)
+    except Exception:  # stands among the problems or the notes
+        return ()
 
 
 def _problems(host: HostFacts, torch: LibraryStatus, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -107,8 +131,11 @@ def _problems(host: HostFacts, torch: LibraryStatus, environ: Mapping[str, str])
         problems.append(f"torch {torch.version or ''} doesn't import: {torch.reason}")
     try:
         check_environment(environ)
+        plugins()
     except ConfigError as error:
         problems.append(str(error))
+    except Exception as error:
+        problems.append(f"what is built in can't be read: {type(error).__name__}: {error}")
     if environ.get("ANYATTN_ASSUME") and not host.simulated:
         problems.append(f"ANYATTN_ASSUME={environ['ANYATTN_ASSUME']}: selections are made for that host")
     return tuple(problems)
@@ -124,6 +151,7 @@ def render(diagnosis: Diagnosis, width: int | None = None) -> str:
     )
     lines += _section(title, [line for status in diagnosis.libraries for line in _library_lines(status)])
     lines += _section("Backends", _backend_lines(diagnosis.backends))
+    lines += _section("Plugins", [line for report in diagnosis.plugins for line in _plugin_lines(report)])
     lines += _section("Notes", [f"  {text}" for text in (*diagnosis.host.notes, *diagnosis.notes)])
     lines += _section("Next step", [f"  {text}" for text in diagnosis.next_steps])
     return "\n".join(_wrap(line, width) for line in lines).rstrip()
@@ -144,7 +172,7 @@ def _wrap(line: str, width: int) -> str:
 def _machine(host: HostFacts) -> list[str]:
     name = f"{host.device_name} ({host.target})"
     count = f"{host.device_count} × " if host.device_count > 1 else ""
-    units = {"cuda": "SMs", "rocm": "CUs", "ascend": "AI cores", "cpu": "cores"}[host.platform]
+    units = {"cuda": "SMs", "rocm": "CUs", "ascend": "AI cores", "cpu": "cores"}.get(host.platform, "units")
     parts = [f"{host.num_units} {units}"] if host.num_units else []
     parts += [f"{host.memory_bytes / 2**30:.0f} GiB"] if host.memory_bytes else []
     parts += [f"driver {host.driver}"] if host.driver else []
@@ -169,6 +197,14 @@ def _library_lines(status: LibraryStatus) -> list[str]:
 
 def _arrow(remedy: str | None) -> list[str]:
     return [f"            {ARROW} {remedy}"] if remedy else []
+
+
+def _plugin_lines(report: PluginReport) -> list[str]:
+    what = report.group.rpartition(".")[2].removesuffix("s")
+    lines = [f"  {report.state.value:<10}{report.name:<16} {what} of {report.origin}"]
+    if report.fault is None:
+        return lines
+    return [*lines, f"            {report.fault.found}", *_arrow(report.fault.remedy)]
 
 
 def _backend_lines(statuses: Iterable[BackendStatus]) -> list[str]:

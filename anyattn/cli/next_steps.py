@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from anyattn.cli.diagnosis import BackendStatus, LibraryStatus
 from anyattn.core.facts import HostFacts
-from anyattn.detect import KNOWN
+from anyattn.detect import KNOWN, PluginReport, PluginState, plugins
 
 __all__ = ["next_steps"]
 
@@ -20,12 +20,15 @@ def next_steps(
     backends: Sequence[BackendStatus],
     *,
     probed: bool,
+    plugged: Sequence[PluginReport] = (),
 ) -> tuple[str, ...]:
     """One to three lines, each a command or a sentence that ends in one."""
     if torch.state in ("missing", "broken"):
         return (f"make torch importable: {torch.remedy}",)
     steps = [note for note in host.notes if "can't drive it" in note]
     steps += [f"{s.distribution} is {s.state}: {s.remedy}" for s in libraries if _in_the_way(host, s)]
+    broken = [r for r in plugged if r.state is PluginState.BROKEN]
+    steps += [f"plugin {report.name} is broken: {report.fault.remedy}" for report in broken if report.fault]
     better = _better(host, backends)
     if better:
         steps.append(f"for {better.backend}, which this machine could run: {better.remedy}")
@@ -40,7 +43,13 @@ def next_steps(
 
 def _in_the_way(host: HostFacts, status: LibraryStatus) -> bool:
     """A broken or blocked library of this platform; one that another build stands in for does no harm."""
-    return status.state in ("broken", "blocked") and host.platform in KNOWN[status.distribution].platforms
+    return status.state in ("broken", "blocked") and _is_for(host, status.distribution)
+
+
+def _is_for(host: HostFacts, distribution: str) -> bool:
+    """A plugin's library, which isn't known here, is for the machine that it is installed on."""
+    library = KNOWN.get(distribution)
+    return library is None or host.platform in library.platforms
 
 
 def _better(host: HostFacts, backends: Sequence[BackendStatus]) -> BackendStatus | None:
@@ -62,11 +71,10 @@ def _order(host: HostFacts) -> list[str]:
     """The platform's preference list for decoding a dense model, empty where it can't be read."""
     try:
         from anyattn.core.capabilities import ModelKind, Phase
-        from anyattn.platforms import preferences
 
         lists: Iterable[tuple[str, ...]] = (
             entry.order
-            for entry in preferences(host.platform)
+            for entry in plugins().platform(host.platform).preferences
             if host.target in entry.architectures
             and entry.phase is Phase.DECODE
             and entry.kind is ModelKind.DENSE

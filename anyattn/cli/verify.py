@@ -154,7 +154,9 @@ def _run(args: argparse.Namespace, subject: Subject, plan: KitPlan) -> list[Resu
             print(f"{count} of {len(plan.items)}, {failed} failed", file=sys.stderr, flush=True)
 
     if workers > 1:
-        return run_in_workers(plan.items, args.backend, subject.device, workers, done, subject.host)
+        return run_in_workers(
+            plan.items, args.backend, subject.where, workers, done, None if subject.named else subject.host
+        )
     return run_items(plan.items, subject, done)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "CONTRACT_VERSION",
     "BackendRecord",
     "CapabilityRow",
+    "Fault",
     "Feature",
     "FormSpec",
     "HeadDims",
@@ -215,10 +216,27 @@ class CapabilityRow:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Why a plugin can't be used: what was found, what would do, and the step that mends it."""
+
+    found: str
+    allowed: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found} (wants {self.allowed}); {self.remedy}"
+
+
+@dataclass(frozen=True)
 class BackendRecord:
     """A backend by name: aliases (deprecated ones warn), its class by lazy path, its rows.
 
-    `targets` maps a model kind to `module:Class`; an empty mapping = no adapter exists yet (`built: false`).
+    Attributes:
+        targets: model kind -> `module:Class`; an empty mapping = no adapter exists yet (`built: false`).
+        contract: `CONTRACT_VERSION` that the record was written for, as a number of its own; None is for
+            the records of this package alone.
+        origin: the distribution that it came from; filled in when it is admitted.
+        fault: the record stands for a plugin that can't be used, so that it is named wherever others are.
     """
 
     name: str
@@ -226,8 +244,9 @@ class BackendRecord:
     rows: tuple[CapabilityRow, ...]
     targets: dict[ModelKind, str] = field(default_factory=dict, hash=False)
     deprecated_aliases: tuple[str, ...] = ()
-    contract: int = CONTRACT_VERSION
+    contract: int | None = None
     origin: str = "anyattn"
+    fault: Fault | None = None
 
     def __post_init__(self) -> None:
         for target in self.targets.values():

@@ -26,7 +26,7 @@ class Registry:
         Raises:
             ConfigError: a name or alias that is taken, or a contract version that isn't this package's.
         """
-        if record.contract != CONTRACT_VERSION:
+        if record.contract not in (None, CONTRACT_VERSION):
             raise ConfigError(
                 f"backend {record.name} of {record.origin} was written for another contract",
                 asked=record.contract,

@@ -21,6 +21,7 @@ from anyattn.detect.distributions import find
 from anyattn.detect.host import detect_host
 from anyattn.detect.known import KNOWN
 from anyattn.detect.library import Library, normalise
+from anyattn.detect.plugins import plugins
 from anyattn.detect.remedies import remedy_for
 from anyattn.detect.sources import Sources
 from anyattn.errors import UnknownNameError
@@ -84,9 +85,10 @@ def probe(
 def _library(wanted: str | Library) -> Library:
     if isinstance(wanted, Library):
         return wanted
-    if normalise(wanted) not in KNOWN:
-        raise UnknownNameError("library", wanted, KNOWN)
-    return KNOWN[normalise(wanted)]
+    known = KNOWN if normalise(wanted) in KNOWN else plugins().known()
+    if normalise(wanted) not in known:
+        raise UnknownNameError("library", wanted, known)
+    return known[normalise(wanted)]
 
 
 def _probe(

@@ -5,23 +5,11 @@ Sizes are the vendors' data sheets'; they inform the reader, no capability row r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from anyattn.core.platform_record import SimulatedHost
 
 __all__ = ["HOSTS", "RUNTIMES", "TORCH", "SimulatedHost"]
 
 GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class SimulatedHost:
-    """A typical machine: device name, memory in bytes, SMs / CUs / AI cores / CPU cores."""
-
-    device_name: str
-    memory_bytes: int
-    num_units: int
-    features: frozenset[str] = frozenset()
-    machine: str = "x86_64"
-
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}

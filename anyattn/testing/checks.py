@@ -24,11 +24,20 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """The backend under test, where it runs; `host` is emulated there, or None."""
+    """The backend under test, where it runs; `host` is emulated there, or a plugin's, or None.
+
+    `named`: the device as a command line names it, where tensors lie on one of another name.
+    """
 
     declared: Declared
     device: str
     host: str | None = None
+    named: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The device as `--device` takes it."""
+        return self.named or self.device
 
     def world(self, case: Case, **options: Any) -> World:
         """A world of the case; options as in `World`."""

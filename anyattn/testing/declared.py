@@ -132,8 +132,10 @@ def _feature_needs(axis: str, value: Any) -> set[Feature]:
     return {feature} if needed else set()
 
 
-def declared(backend: str, device: str | None = None, host: str | None = None) -> Declared:
-    """What `backend` declares on this machine, or on an emulated `host`.
+def declared(
+    backend: str, device: str | None = None, host: str | None = None, *, emulated: bool | None = None
+) -> Declared:
+    """What `backend` declares on this machine, or on a `host`: emulated unless said otherwise.
 
     Raises:
         UnknownNameError: nobody registered that name.
@@ -152,7 +154,9 @@ def declared(backend: str, device: str | None = None, host: str | None = None) -
     # Cases come from the rows of the libraries that are there: others would be refused one by one.
     rows = tuple(row for row in rows if not library_reasons(row, facts)) or rows
     interpreted = facts.platform == "cpu" and _needs_triton(rows)
-    return Declared(record, facts, rows, interpreted, emulated=host is not None)
+    return Declared(
+        record, facts, rows, interpreted, emulated=host is not None if emulated is None else emulated
+    )
 
 
 def _where(record: BackendRecord) -> str:

@@ -13,7 +13,7 @@ __all__ = ["default_device", "needs_interpreter", "open_subject"]
 def default_device() -> str:
     """The accelerator that this torch can drive, else the CPU."""
     platform = api.host_facts().platform
-    return {"cuda": "cuda", "rocm": "cuda", "ascend": "npu"}.get(platform, "cpu")
+    return platform if api.plugin_host(platform) else api.device_type(platform)
 
 
 def needs_interpreter(backend: str, device: str) -> bool:
@@ -31,10 +31,15 @@ def open_subject(
     Args:
         emulated: with stand-ins for its library, in this process from now on, decided for the host of
             its emulator or for `host`; `device` is where tensors lie.
+        device: torch's, or the name of a plugin's platform whose tensors lie on another type of device.
 
     Raises:
         UnknownNameError, SelectionError, ConfigError: as `declared`, `offer_triton` and `install`.
     """
+    plugged = api.plugin_host(device)
+    if plugged is not None:
+        facts = declared(backend, None, plugged, emulated=False)
+        return Subject(facts, api.device_type(facts.facts.platform), plugged, device)
     if emulated:
         name = api.registry().get(backend).name
         host = host or emulator_of(name).host

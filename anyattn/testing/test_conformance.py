@@ -20,5 +20,5 @@ def test_item(kit_item: tuple[Subject, Item]) -> None:
     if result.why is not None:
         result = explained_result(result, subject)
         pytest.fail(
-            f"{result.why}\n{reproduction(result, subject.declared.name, subject.device)}", pytrace=False
+            f"{result.why}\n{reproduction(result, subject.declared.name, subject.where)}", pytrace=False
         )

@@ -71,7 +71,18 @@ def test_this_machine(doctor: Doctor) -> None:
     assert status(found, "torch_native")["phases"] == ["prefill", "decode", "verify", "draft"]
     assert found["next_steps"]
     assert set(found) == {
-        *("schema", "machine", "torch", "libraries", "backends", "probed", "problems", "next_steps", "notes")
+        *(
+            "schema",
+            "machine",
+            "torch",
+            "libraries",
+            "backends",
+            "probed",
+            "problems",
+            "next_steps",
+            "notes",
+            "plugins",
+        )
     }
 
 
@@ -188,10 +199,11 @@ def test_a_catalog_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr("anyattn.catalog.records", fail)
+    monkeypatch.setattr("anyattn.cli.doctor.plugins", fail)
     diagnosis = diagnose(simulate("cpu:amx"))
     assert diagnosis.backends == ()
     assert diagnosis.notes == ("backends can't be listed: RuntimeError: odd",)
+    assert diagnosis.problems == ("what is built in can't be read: RuntimeError: odd",)
     assert "backends can't be listed" in render(diagnosis)
 
 

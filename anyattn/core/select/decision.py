@@ -43,6 +43,7 @@ class ReasonCode(Enum):
     FEATURE = "feature"
     DETERMINISM = "determinism"
     NOT_BUILT = "not_built"
+    PLUGIN_BROKEN = "plugin_broken"  # an installed plugin that can't be used
     NO_JOINT_LAYOUT = "no_joint_layout"
     EXPLICIT_OTHER = "explicit_other"
     DEGRADED = "degraded"

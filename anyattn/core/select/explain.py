@@ -42,6 +42,7 @@ _PHRASES = {
     ReasonCode.FEATURE: "no {asked}",
     ReasonCode.DETERMINISM: "not {asked} ({allowed})",
     ReasonCode.NOT_BUILT: "has no adapter in this version",
+    ReasonCode.PLUGIN_BROKEN: "broken plugin: {asked}",
     ReasonCode.NO_JOINT_LAYOUT: "needs {allowed}; the pool is {asked}",
     ReasonCode.EXPLICIT_OTHER: "passes, but {asked} was given",
     ReasonCode.DEGRADED: "slow: {allowed}",

@@ -15,7 +15,12 @@ from anyattn.core.traits import Determinism
 
 __all__ = ["distance", "host_verdict", "is_built", "is_near", "judge_rows", "request_reasons", "validate"]
 
-_WEIGHT = {ReasonCode.MODEL_KIND: 1000, ReasonCode.PHASE: 100, ReasonCode.ARCHITECTURE: 10}
+_WEIGHT = {
+    ReasonCode.MODEL_KIND: 1000,
+    ReasonCode.PHASE: 100,
+    ReasonCode.ARCHITECTURE: 10,
+    ReasonCode.PLUGIN_BROKEN: 5,
+}
 """How far a reason puts a backend away: one for another phase or chip is no near miss."""
 
 Kinds = frozenset[ModelKind]
@@ -42,7 +47,10 @@ def _peers(record: BackendRecord, phase: Phase, kinds: Kinds, facts: HostFacts) 
 
 
 def _structural(record: BackendRecord, phase: Phase, kinds: Kinds, facts: HostFacts) -> Reason:
-    """Why a record has no peers: the model kind, else the phase, else the chip."""
+    """Why a record has no peers: it is broken, else the model kind, else the phase, else the chip."""
+    if record.fault is not None:
+        fault = record.fault
+        return Reason(ReasonCode.PLUGIN_BROKEN, fault.found, fault.allowed, fault.remedy)
     alike = [r for r in record.rows if kinds <= set(r.kinds)]
     if not alike:
         asked = _names(sorted(k.value for k in kinds))
