@@ -44,7 +44,7 @@ class DecodeGraphs:
         self._model = model
         self._rows = torch.arange(most, device=device)
         inputs = {"token_ids": torch.zeros(most, dtype=torch.int64, device=device)}
-        self.runner = GraphRunner(backend, self._body, platform, limits=limits, inputs=inputs)
+        self.runner = GraphRunner(backend, self.body, platform, limits=limits, inputs=inputs)
         self.runner.capture()
 
     def logits(self, batch: ForwardBatch, token_ids: Sequence[int]) -> torch.Tensor:
@@ -57,7 +57,7 @@ class DecodeGraphs:
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def _body(self, batch: ForwardBatch, token_ids: torch.Tensor) -> torch.Tensor:
+    def body(self, batch: ForwardBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """Every row of a decode step is sampled from."""
         positions = current_context().plan.positions
         return self._model.forward(token_ids, positions, batch, self._rows[: batch.num_tokens])
