@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["HostArguments", "collecting_host_arguments", "note_host_arguments"]
+__all__ = ["HostArguments", "collecting_host_arguments", "last_noted", "note_host_arguments"]
 
 HostArguments = Callable[[], Mapping[str, Sequence[int]]]
 """Current values of one recorded call's host arguments, by argument name. Called before each replay."""
@@ -37,3 +37,12 @@ def note_host_arguments(source: HostArguments) -> None:
     found = _sources.get()
     if found is not None:
         found.append(source)
+
+
+def last_noted() -> HostArguments | None:
+    """The source of the call that is being recorded; None outside a collecting capture.
+
+    For stand-ins of such operators: what they record reads their lists here again, as an updated graph would.
+    """
+    found = _sources.get()
+    return found[-1] if found else None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from anyattn.core.capturing import marked_as_capturing
+from anyattn.core.graph.host_arguments import collecting_host_arguments
 from anyattn.core.graph.objects import Fence, GraphObject, GraphPlatform
 from anyattn.core.graph.recorder_memory import spoil
 from anyattn.core.graph.recorder_rules import here
@@ -95,6 +96,7 @@ class RecorderGraph(GraphObject):
         try:
             with ExitStack() as stack:
                 stack.enter_context(compiling_nothing())
+                stack.enter_context(collecting_host_arguments())
                 for seam in self._platform.seams:
                     stack.enter_context(seam())
                 for context in (
