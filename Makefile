@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints/cpu.txt
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format snapshot docs compile-table clean
+.PHONY: demo test lint format snapshot docs vendor compile-table clean
 
 demo: $(READY)
 	@$(BIN)/anyattn generate --demo
@@ -27,9 +27,15 @@ format: $(READY)
 snapshot: $(READY)
 	$(BIN)/python tests/select/update_snapshot.py
 
-# What the README and docs/environment.md take from data.
+# What README, docs/environment.md, docs/support.md, docs/matrix.md, ci/*.csv and the workflow take from data.
+# A lost cell or a changed default wants a reason: .venv/bin/anyattn matrix update --reason "..."
 docs: $(READY)
 	$(BIN)/python docs/update.py
+	$(BIN)/anyattn matrix update
+
+# A vendor's package in an environment of its own, found, chosen and verified from outside; downloads nothing.
+vendor: $(READY)
+	$(BIN)/python ci/vendor_package.py
 
 # Registers, spills and shared memory of every Triton configuration on every chip; no GPU needed.
 compile-table: $(READY)

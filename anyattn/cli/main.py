@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "anyattn.cli.verify_compile",
         "compile the Triton kernels for chips that aren't there",
     ),
+    "matrix": ("anyattn.cli.matrix", "CI lanes as data, pipelines from them, support tables from results"),
     "lint": ("anyattn.cli.lint", "find what a graph can't hold in the code that it records"),
 }
 """Command -> (module, help). A module has `add_arguments(parser)` and `run(args) -> exit code`."""

@@ -41,6 +41,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
     from anyattn.testing.emulators import install
     from anyattn.testing.mla_declared import latent_declared
     from anyattn.testing.mla_sweep import spaces_of, sweep
+    from anyattn.testing.report import versions_of
     from anyattn.testing.subject import needs_interpreter
 
     for name, default in _ELSEWHERE.items():
@@ -65,6 +66,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
     count = args.cases or (_FULL if args.full else _QUICK)
     outcome = sweep(declared.record.name, device, count, args.seed, spaces_of(declared), host)
     outcome |= {"backend": declared.record.name, "target": declared.facts.target, "kind": "mla"}
+    outcome |= {"name": declared.facts.device_name, "versions": versions_of(declared.rows)}
     print(json.dumps(outcome, indent=2) if args.json else _text(outcome, args, device))
     return 1 if outcome["failed"] or not outcome["cases"] else 0
 

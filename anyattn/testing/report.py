@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+from anyattn.core.capabilities import CapabilityRow
 from anyattn.testing.declared import Declared
 from anyattn.testing.kit import Summary, reproduction
 from anyattn.testing.plan import KitPlan
 
-__all__ = ["document", "host_of", "merge_table", "text"]
+__all__ = ["document", "host_of", "merge_table", "text", "versions_of"]
 
 _SHOWN = 20
 
@@ -25,14 +26,21 @@ is typed by hand. Allowed: 1e-5 (float32), 3e-3 (float16), 2e-2 (bfloat16).
 """
 
 
-def host_of(declared: Declared, device: str) -> dict[str, Any]:
-    """The machine and versions that a result is for."""
+def versions_of(rows: Iterable[CapabilityRow]) -> dict[str, str]:
+    """Python's, torch's, Triton's, this package's, and those of the libraries that the rows may run on."""
+    asked = (p.distribution for row in rows for p in (*row.providers, *row.requires))
     versions = {"python": platform.python_version()}
-    for name in ("torch", "triton", "anyattn"):
+    for name in dict.fromkeys(("torch", "triton", "anyattn", *asked)):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    return versions
+
+
+def host_of(declared: Declared, device: str) -> dict[str, Any]:
+    """The machine and versions that a result is for."""
+    versions = versions_of(declared.rows)
     kernels = "emulated" if declared.emulated else "interpreted" if declared.interpreted else "native"
     return {
         "target": declared.facts.target,
