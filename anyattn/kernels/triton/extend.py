@@ -128,7 +128,7 @@ def extend_kernel(
     if POOL:
         start = tl.load(kv_start + b)
         end = tl.load(pool_lens + b)
-        if CAUSAL and not HAS_MASK and not DIRECT:
+        if (CAUSAL and not HAS_MASK) and not DIRECT:  # Triton 3.2 takes no chain of three
             end = tl.minimum(end, prefix + last)
         if HAS_WINDOW:
             start += tl.maximum(earliest - start, 0) // SUB * SUB
@@ -162,7 +162,7 @@ def extend_kernel(
             if HAS_CAP:
                 qk = capped(qk, logit_scale, cap)
             # Whole tiles that every row sees skip the mask: the condition is the same for all threads.
-            if HAS_MASK or HAS_WINDOW or ANCHOR or n + BLOCK_N > full:
+            if ((HAS_MASK or HAS_WINDOW) or ANCHOR) or n + BLOCK_N > full:
                 k_pos = column
                 if HAS_POSITIONS and not DIRECT:
                     new = tl.load(
@@ -197,7 +197,7 @@ def extend_kernel(
             qk = tl.dot(query, tl.trans(key), input_precision="ieee")
             if HAS_CAP:
                 qk = capped(qk, scale, cap)
-            if HAS_MASK or HAS_WINDOW or n + BLOCK_N > full_new:
+            if (HAS_MASK or HAS_WINDOW) or n + BLOCK_N > full_new:
                 column = prefix + n + offs_n
                 k_pos = column
                 if HAS_POSITIONS:
