@@ -14,13 +14,16 @@ from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.emulators import emulating
+from anyattn.testing.raw_caches import by_row
 from anyattn.testing.world import World
 
 __all__ = ["Report", "check_case", "expected", "judge", "planned_in_buffers", "run_step"]
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as an element: NaN equals itself in them."""
 
 _EIGHT_BITS = 6e-2
-"""Kernels that take queries in 8 bits round the weights of the values so too: 3 bits behind the leading one."""
+"""Kernels that take queries in 8 bits round the weights of values so too: 3 bits behind the leading one."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _outputs(step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _storage(world: World) -> list[torch.Tensor]:
     caches = world.pool.key_cache(world.layer_id), world.pool.value_cache(world.layer_id)
-    return [c.view(torch.uint8).clone() for c in caches]
+    return [c.view(_BITS[c.dtype.itemsize]).clone() for c in caches]
 
 
 def _storage_faults(step: Step, before: list[torch.Tensor]) -> list[str]:
@@ -141,13 +144,12 @@ def _storage_faults(step: Step, before: list[torch.Tensor]) -> list[str]:
         for name, got, copy in zip("kv", world.stored(step.written), (world.keys, world.values), strict=True):
             if not torch.equal(got, copy[step.written]):
                 faults.append(f"{name} was not stored as given")
-    untouched = torch.ones(world.pool.total_slots, dtype=torch.bool)
-    untouched[step.written] = False
-    untouched[: world.pool.page_size] = False
-    untouched = untouched.view(-1, world.pool.page_size)
-    if world.pool.layout == "HND":
-        untouched = untouched[:, None, :].expand(-1, world.case.num_kv_heads, -1)
+    page = world.pool.page_size
+    own = torch.cat([torch.arange(page), step.written.cpu()])
     for name, was, now in zip("KV", before, _storage(world), strict=True):
+        untouched = torch.ones(was.shape, dtype=torch.bool)
+        rows = by_row(untouched, world.pool.layout, values=name == "V")
+        rows[own // page, own % page] = torch.zeros((), dtype=torch.bool)
         if not torch.equal(was[untouched.to(was.device)], now[untouched.to(was.device)]):
             faults.append(f"{name} storage changed at slots that the step doesn't own")
     return faults

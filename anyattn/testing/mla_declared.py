@@ -10,6 +10,7 @@ from anyattn import api
 from anyattn.core.capabilities import BackendRecord, CapabilityRow, Feature, ModelKind, Phase
 from anyattn.core.facts import HostFacts
 from anyattn.core.mla import materialised_spec
+from anyattn.core.select.libraries import library_reasons
 from anyattn.core.select.pages import kernel_page
 from anyattn.errors import SelectionError
 from anyattn.testing.mla_cases import MLACase
@@ -76,6 +77,8 @@ def latent_declared(backend: str, device: str | None = None, host: str | None = 
             allowed="a backend that serves latent models on this chip",
             hint="`anyattn backends` lists what each chip can run",
         )
+    # Cases come from the rows of the libraries that are there: others would be refused one by one.
+    rows = tuple(row for row in rows if not library_reasons(row, facts)) or rows
     return LatentDeclared(record, facts, rows)
 
 

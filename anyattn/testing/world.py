@@ -20,6 +20,7 @@ from anyattn.core.spec import AttentionSpec
 from anyattn.errors import PoolError
 from anyattn.testing.cases import Case
 from anyattn.testing.oracle import stored_values
+from anyattn.testing.raw_caches import raw_caches
 from anyattn.testing.selecting import facts_of, select_for
 
 __all__ = ["World", "case_features", "place_requests", "raw_kv"]
@@ -221,7 +222,7 @@ class World:
             self.pool.write(self.layer_id, slots.to(self.device), k.to(self.device), v.to(self.device))
             return
         for cache, copy, scale in zip(
-            raw_kv(self.pool, self.layer_id),
+            raw_caches(self.pool, self.layer_id),
             (self.keys, self.values),
             (case.k_scale, case.v_scale),
             strict=True,
@@ -236,7 +237,7 @@ class World:
         at = slots.to(self.device)
         read = []
         for cache, scale in zip(
-            raw_kv(self.pool, self.layer_id), (self.case.k_scale, self.case.v_scale), strict=True
+            raw_caches(self.pool, self.layer_id), (self.case.k_scale, self.case.v_scale), strict=True
         ):
             factor = torch.tensor(scale, dtype=torch.float32).reshape(-1, 1).double()
             rows = cache[at // self.case.page_size, at % self.case.page_size]

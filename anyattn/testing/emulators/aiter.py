@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from anyattn.testing.emulators import aiter_main
-from anyattn.testing.emulators.aiter_calls import HALVES, batch_prefill, latent, unified, varlen
+from anyattn.testing.emulators.aiter_calls import (
+    HALVES,
+    batch_prefill,
+    latent,
+    mla_prefill_fwd,
+    unified,
+    varlen,
+)
 from anyattn.testing.emulators.aiter_kernels import chip, fp8_dtype, one_number, paged_rows, unshuffled
 from anyattn.testing.emulators.modules import EmulationError, current_host, module_tree
 from anyattn.testing.emulators.softmax import check, offsets
@@ -47,7 +54,7 @@ def modules() -> Mapping[str, ModuleType]:
             "aiter.ops.attention": {n: own[n] for n in list(own)[:3]},
             "aiter.ops.mha": {n: own[n] for n in list(own)[3:]},
             triton: {"unified_attention": unified},
-            "aiter.mla": {"mla_decode_fwd": decode},
+            "aiter.mla": {"mla_decode_fwd": decode, "mla_prefill_fwd": mla_prefill_fwd},
             "aiter.dtypes": dtypes,
         }
     )

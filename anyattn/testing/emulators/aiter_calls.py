@@ -125,3 +125,16 @@ def latent(
     )
     scratch = torch.full((*q.shape[:2],), math.nan)
     return torch.full((q.shape[0], 1, q.shape[1], o.shape[2]), math.nan), scratch
+
+
+def mla_prefill_fwd(
+    q: Any, kv_buffer: Any, o: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_last_page_lens: Any,
+    max_seqlen_q: Any, sm_scale: Any = None, logit_cap: Any = 0.0, num_kv_splits: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of both builds (`mla_prefill_asm_fwd` in csrc/py_itfs_cu/asm_mla.cu): bf16 alone, 16 or 128 heads."""
+    check(q.dtype == torch.bfloat16 == kv_buffer.dtype, f"unsupport current Q_type:{q.dtype}")
+    check(o.is_contiguous(), "view size is not compatible with input tensor's size and stride")
+    return latent(
+        q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, max_seqlen_q, sm_scale, logit_cap, None, None,
+        None, (16, 128),
+    )  # fmt: skip
