@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -41,11 +40,11 @@ from anyattn.demo.model import LlamaModel
 from anyattn.demo.sampler import SamplingParams
 from anyattn.demo.tokenizer import Tokenizer
 from anyattn.demo.weights import find_gguf, load_gguf
-from anyattn.platforms.graphs import graph_platform
 from benchmarks.direct.command import offer_interpreter
+from benchmarks.direct.graphed import graphs_of
 from benchmarks.harness.report import device_name, versions
 
-__all__ = ["Checked", "Comparison", "Difference", "compare", "main", "platform_of", "run_requests"]
+__all__ = ["Checked", "Comparison", "Difference", "compare", "main", "run_requests"]
 
 TIE = 0.5
 """Logits of bfloat16 models lie 0.125 apart at 16 to 32: tokens nearer than this are a tie."""
@@ -255,19 +254,6 @@ def compare(
     )
 
 
-def platform_of(device: torch.device) -> GraphPlatform:
-    """The device's graphs; on a CPU a recorder that knows Triton's launches."""
-    if device.type != "cpu":
-        return graph_platform(device)
-    from anyattn.core.graph.recorder import RecorderPlatform
-
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return RecorderPlatform()
-    from anyattn.kernels.triton.recording import recording_launches
-
-    return RecorderPlatform(seams=[recording_launches])
-
-
 def _prompts(tokenizer: Tokenizer, requests: int) -> list[list[int]]:
     """Of different lengths, each beginning with another word."""
     ids = tokenizer.encode(_TEXT)
@@ -314,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     params = [SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)] * args.requests
     try:
-        found = compare(model, config, prompts, params, every=args.every, platform=platform_of(device))
+        found = compare(model, config, prompts, params, every=args.every, platform=graphs_of(device))
     except anyattn.AnyattnError as error:
         print(f"{args.backend} has no graphs here: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.direct.recipe import NoRecipe, Recipe, writer
 from benchmarks.direct.stage import Stage
 
-__all__ = ["fa3"]
+__all__ = ["fa3", "library_of"]
 
 _MODULES = {
     "tokenspeed-fa3": "flash_attn_interface",
@@ -19,16 +19,21 @@ _MODULES = {
 """Distribution -> module of `flash_attn_with_kvcache`; vLLM's bundle has other arguments."""
 
 
-def fa3(stage: Stage) -> Recipe:
-    """`flash_attn_with_kvcache` on the page table, scheduler metadata made once where the build has it."""
+def library_of(stage: Stage) -> tuple[Any, str]:
+    """The module that has `flash_attn_with_kvcache`, and the distribution. Raises `NoRecipe`."""
     if stage.shape.mla:
         raise NoRecipe("absorbed MLA through FA3 isn't called directly here")
-    shape, pool, config = stage.shape, stage.pool, getattr(stage.backend, "config", None)
-    provider = getattr(config, "provider", None)
+    provider = getattr(getattr(stage.backend, "config", None), "provider", None)
     if provider is None or provider.distribution not in _MODULES:
         who = provider.distribution if provider else "an unknown build"
         raise NoRecipe(f"{who} isn't called directly here, only {', '.join(_MODULES)}")
-    library: Any = importlib.import_module(_MODULES[provider.distribution])
+    return importlib.import_module(_MODULES[provider.distribution]), provider.distribution
+
+
+def fa3(stage: Stage) -> Recipe:
+    """`flash_attn_with_kvcache` on the page table, scheduler metadata made once where the build has it."""
+    library, distribution = library_of(stage)
+    shape, pool = stage.shape, stage.pool
     attend = library.flash_attn_with_kvcache
     options: dict[str, Any] = {"cache_seqlens": stage.lens, "page_table": stage.pages, "causal": True}
 
@@ -52,6 +57,4 @@ def fa3(stage: Stage) -> Recipe:
         write(layer)
         return attend(query, *caches[layer], **options)
 
-    return Recipe(
-        f"flash_attn_with_kvcache of {provider.distribution}", name, call, plan if planned else None
-    )
+    return Recipe(f"flash_attn_with_kvcache of {distribution}", name, call, plan if planned else None)
