@@ -205,8 +205,12 @@ def _flex(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
     return tuple(row for phase in _FLEX_PHASES for row in per_dtype(*dtypes, determinism=1, **fields | phase))
 
 
+# 72 query heads of a KV head ended the process in decode (torch 2.11, Triton 3.6, H200).
+_FLEX_GROUPS = tuple(range(1, 65))
+
 _FLEX_PAGED: dict[str, Any] = {
     "architectures": arch.CUDA,
+    "group_sizes": _FLEX_GROUPS,
     "requires": (TRITON,),
     "head_dims": HeadDims(pairs=square(64, 128, 256)),
     "pages": PageSizes((16, 32, 64, 128)),  # a page is a block of the mask; a block holds tiles of 16 or more
@@ -236,6 +240,7 @@ _FLEX_ROWS = (
             "float32",
             fp8=fp8,
             architectures=chips,
+            group_sizes=_FLEX_GROUPS,
             requires=(TRITON,),
             head_dims=HeadDims(pairs=square(64, 128, 256)),
             degraded="gathers the KV of every layer: a cross-check, not a serving path",

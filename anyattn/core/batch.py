@@ -52,6 +52,8 @@ class ForwardMode(Enum):
     SPLIT_PREFILL = "split_prefill"
     DLLM_EXTEND = "dllm_extend"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
+
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:

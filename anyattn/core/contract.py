@@ -50,7 +50,7 @@ class AttentionBackend(StepBackend):
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
-        self.pool, self.table = config.pool, config.table
+        self.pool, self.table, self._dtype = config.pool, config.table, config.dtype
         self._features = {mode: frozenset(config.row_for(mode).features) for mode in ForwardMode}
         self.owner = next(_owners)
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
@@ -182,11 +182,14 @@ class AttentionBackend(StepBackend):
     ) -> LayerOutput:
         """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
         group = self._check_plan(plan, batch, layer)
-        q, k, v, shape = as_whole(q, k, v, layer.spec, plan.mla_method, inputs)
-        tokens, dtype = plan.key.num_tokens, self.config.dtype
-        q3, k3, v3 = checked_heads(q, k, v, layer.spec, tokens, dtype, shape.head_dim)
-        result, out3 = output_like(q, shape, out, dtype)
-        lse = self._lse_buffer(q3, return_lse, lse_out, batch.forward_mode)
+        shape = spec = layer.spec
+        if spec.mla is not None:
+            q, k, v, shape = as_whole(q, k, v, spec, plan.mla_method, inputs)
+        q3, k3, v3 = checked_heads(q, k, v, spec, plan.key.num_tokens, self._dtype, shape.head_dim)
+        result, out3 = output_like(q, shape, out, self._dtype)
+        lse = None
+        if return_lse or lse_out is not None:
+            lse = self._lse_buffer(q3, return_lse, lse_out, batch.forward_mode)
         if inputs is not None:
             for name, feature in inputs.features():
                 self._require(feature, batch.forward_mode, f"LayerInputs.{name}")
@@ -229,8 +232,7 @@ class AttentionBackend(StepBackend):
             )
         known = self._known_layers.get((layer.layer_id, key.mode))
         if known is None or known[0] is not layer:
-            known = (layer, self._check_layer(layer, key.mode))
-            self._known_layers[layer.layer_id, key.mode] = known
+            known = self._known_layers[layer.layer_id, key.mode] = (layer, self._check_layer(layer, key.mode))
         return known[1]
 
     def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> PlanGroup:

@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from anyattn.core.hashing import hashed_once
 from anyattn.core.spec import AttentionKind, AttentionSpec
 
 __all__ = ["CACHED_KINDS", "GroupSet", "PlanGroup", "Space", "TableGroup"]
@@ -29,7 +30,10 @@ class Space(Enum):
     WINDOW = "window"
     ENCODER = "encoder"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
 
+
+@hashed_once
 @dataclass(frozen=True)
 class TableGroup:
     """Slots that one table lists. `window` W trims it to the keys that some query of the step can see."""
@@ -45,6 +49,7 @@ class TableGroup:
         return TableGroup(space, spec.sliding_window, spec.kind)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class PlanGroup:
     """Everything that a kernel bakes into its plan except the head count of queries."""

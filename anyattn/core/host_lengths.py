@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,6 +19,11 @@ class Exact:
 
     seq_lens: torch.Tensor
     extend_lens: torch.Tensor
+
+    @cached_property
+    def longest(self) -> int:
+        """KV tokens of the longest request; 0 without any."""
+        return int(self.seq_lens.max()) if self.seq_lens.numel() else 0
 
 
 @dataclass(frozen=True)

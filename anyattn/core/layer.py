@@ -99,8 +99,9 @@ class AttentionLayer(nn.Module):
             save_kv_cache=save_kv_cache, return_lse=return_lse, out=out, lse_out=lse_out, inputs=inputs,
             plan=context.plan,
         )  # fmt: skip
-        extras = tuple(x for x in (result.lse, result.idx_out) if x is not None)
-        return (result.out, *extras) if extras else result.out
+        if result.lse is None and result.idx_out is None:
+            return result.out
+        return (result.out, *(x for x in (result.lse, result.idx_out) if x is not None))
 
     def _compiled(
         self,

@@ -12,6 +12,8 @@ __all__ = ["checked_heads", "lse_like", "output_like"]
 
 def _heads(x: torch.Tensor, name: str, tokens: int | None, heads: int, dim: int) -> torch.Tensor:
     """`[T, H * D]` or `[T, H, D]` as `[T, H, D]`, without a copy."""
+    if isinstance(x, torch.Tensor) and x.shape == (tokens, heads, dim) and x.stride(2) == 1:
+        return x
     if not isinstance(x, torch.Tensor):
         hint = "k and v may both be None, q may not"
         raise BatchError(f"type of {name}", asked=type(x).__name__, allowed="torch.Tensor", hint=hint)
@@ -60,12 +62,12 @@ def checked_heads(
     kv_tokens = None if spec.kind is AttentionKind.CROSS else tokens
     k3 = None if k is None else _heads(k, "k", kv_tokens, spec.num_kv_heads, spec.head_dim)
     v3 = None if v is None else _heads(v, "v", kv_tokens, spec.num_kv_heads, spec.v_head_dim)
-    for name, x in (("q", q3), ("k", k3), ("v", v3)):
-        if x is not None and x.dtype != dtype:
-            raise BatchError(
-                f"dtype of {name}", asked=x.dtype, allowed=dtype, hint="the dtype that select() was asked for"
-            )
-    return q3, k3, v3
+    if q3.dtype is dtype and (k3 is None or k3.dtype is dtype) and (v3 is None or v3.dtype is dtype):
+        return q3, k3, v3
+    name, x = next((n, x) for n, x in (("q", q3), ("k", k3), ("v", v3)) if x is not None and x.dtype != dtype)
+    raise BatchError(
+        f"dtype of {name}", asked=x.dtype, allowed=dtype, hint="the dtype that select() was asked for"
+    )
 
 
 def output_like(

@@ -44,7 +44,8 @@ def offsets(subject: Subject, case: Case) -> Outcome:
     table = anyattn.kv.RequestTable(max_requests=2, max_context=total + 1, device=device)
     backend = anyattn.create_backend(decision, pool, table)
     layer = anyattn.AttentionLayer(spec, 0)
-    own = torch.arange(pool.total_slots - total, pool.total_slots)
+    first_slot = pool.total_slots - -(-total // case.page_size) * case.page_size  # pages begin at multiples
+    own = torch.arange(first_slot, first_slot + total)
     table.req_to_token[0, :total] = own.to(device, torch.int32)
     generator = torch.Generator().manual_seed(case.seed)
     q, k, v = (

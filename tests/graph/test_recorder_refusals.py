@@ -51,7 +51,7 @@ REFUSED: dict[str, tuple[Work, str]] = {
     "print": (lambda w: f"{w.x}", "__format__"),
     "repr": (lambda w: repr(w.x), "__repr__"),
     "is_nonzero": (lambda w: torch.is_nonzero(w.x[0]), "is_nonzero"),
-    "equal": (lambda w: torch.equal(w.x, w.x), "equal"),
+    "equal": (lambda w: torch.equal(w.x, w.x.clone()), "equal"),
     "allclose": (lambda w: torch.allclose(w.x, w.x), "allclose"),
     "nonzero": (lambda w: w.x.nonzero(), "nonzero"),
     "where": (lambda w: torch.where(w.mask), "nonzero"),

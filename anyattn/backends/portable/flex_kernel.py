@@ -47,12 +47,8 @@ def compiled(spec: Specialisation) -> Kernel:
     gqa = spec.shape[0] != spec.shape[1]
     aux = _lse_arguments()
     options: Any = kernel_options(spec)
-    scale, cap = spec.scale, spec.logit_cap
-
-    def capped(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
-        return cap * torch.tanh(score / cap)  # type: ignore[operator]
-
-    score_mod = None if cap is None else capped
+    scale = spec.scale
+    score_mod = None if spec.logit_cap is None else _capped(spec.logit_cap)
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
@@ -69,6 +65,19 @@ def compiled(spec: Specialisation) -> Kernel:
     backend = "eager" if spec.device == "cpu" else "inductor"
     result: Kernel = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
     return result
+
+
+def _capped(cap: float) -> Callable[..., torch.Tensor]:
+    """`score -> cap * tanh(score / cap)` with the number in its code.
+
+    A float that the function merely captures becomes an input which the graph reads back as a number
+    (`_local_scalar_dense`), and Inductor refuses that inside a score function (torch 2.11, H200).
+    """
+    scope: dict[str, Any] = {"torch": torch}
+    source = f"def capped(score, b, h, q, k): return {cap!r} * torch.tanh(score / {cap!r})"
+    exec(compile(source, "<logit cap>", "exec"), scope)
+    made: Callable[..., torch.Tensor] = scope["capped"]
+    return made
 
 
 def kernel_options(spec: Specialisation) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits
 from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
-from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
+from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_of_two
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["TritonAttention"]
@@ -34,6 +34,18 @@ class _Step:
         default_factory=dict
     )
     extend: dict[PlanGroup, Extend] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What the kernels need of one layer, the same in every step."""
+
+    layer: AttentionLayer
+    cache: kernels.Cache
+    heads: kernels.Heads
+    causal: kernels.Variant
+    other: kernels.Variant
+    """For the steps in which the layer isn't causal."""
 
 
 class TritonAttention(AttentionBackend):
@@ -53,7 +65,11 @@ class TritonAttention(AttentionBackend):
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
         self.compiler.filler = FusedFiller(self.table)
-        self._caches: dict[int, kernels.Cache] = {}
+        self._layers: dict[int, _Layer] = {}
+        self._heads = {
+            group: kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
+            for group, num_q in config.groups.max_q_heads.items()
+        }
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
 
     def traits(self, mode: ForwardMode) -> Traits:
@@ -73,8 +89,7 @@ class TritonAttention(AttentionBackend):
         """Tiles, splits and workspace: functions of shapes and bounds, never of device values."""
         step = _Step()
         itemsize = max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
-        for group, num_q in self.config.groups.max_q_heads.items():
-            heads = kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
+        for group, heads in self._heads.items():
             dim = max(heads.dim, heads.v_dim)
             if self._invariant:
                 step.extend[group] = choose_extend(_ANY_ROWS, dim, itemsize, self._arch)
@@ -88,7 +103,7 @@ class TritonAttention(AttentionBackend):
                 work = kernels.partials(plan.key.num_requests, heads, tiles, self.pool.device)
                 step.decode[group] = (tiles, work)
             rows = max(1, plan.max_q_len) * heads.group
-            step.extend[group] = choose_extend(rows, dim, itemsize, self._arch)
+            step.extend[group] = choose_extend(power_of_two(rows), dim, itemsize, self._arch)
         plan.private = step
 
     def replan(self, plan: Plan) -> None:
@@ -97,30 +112,28 @@ class TritonAttention(AttentionBackend):
     def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """One launch for K and V. A layer with shared KV stores nothing."""
         if layer.spec.kv_shared_with is None:
-            kernels.kv_write(k, v, self._cache(layer.layer_id), loc)
+            kernels.kv_write(k, v, self._layer(layer).cache, loc)
 
     def forward_decode(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Split-KV decode over everything in the pool."""
         if self._invariant or not call.stored or call.table is None:
             self.forward_extend(call)
             return
-        group = call.group
+        group, own, table = call.group, self._layer(call.layer), call.table
         tiles, workspace = call.plan.private.decode[group]
-        heads = self._heads(call)
-        if workspace is not None and heads.num_q != self.config.groups.max_q_heads[group]:
-            workspace = kernels.partials(call.q.shape[0], heads, tiles, call.q.device)
+        if workspace is not None and own.heads.num_q != self._heads[group].num_q:
+            workspace = kernels.partials(call.q.shape[0], own.heads, tiles, call.q.device)
         kernels.decode(
-            call.q, self._cache(call.layer.layer_id), self._source(call), call.plan.req_pool_indices,
-            call.table.kv_start, call.table.kv_lens, heads, self._variant(call), tiles, workspace,
-            call.out, call.lse,
+            call.q, own.cache, self._source(call), call.plan.req_pool_indices, table.kv_start, table.kv_lens,
+            own.heads, own.causal, tiles, workspace, call.out, call.lse,
         )  # fmt: skip
 
     def forward_extend(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Cached keys through the table, this step's own from k and v where they were given."""
-        plan, table = call.plan, call.table
+        plan, table, own = call.plan, call.table, self._layer(call.layer)
         cross = call.layer.spec.kind is AttentionKind.CROSS
         # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
-        in_pool = call.stored and (self._invariant or self._exact_kv(call.layer.layer_id))
+        in_pool = call.stored and (self._invariant or self._exact_kv(own.cache))
         direct = call.k is not None and not in_pool
         pool_lens = None
         if table is not None and not (cross and direct):
@@ -139,7 +152,8 @@ class TritonAttention(AttentionBackend):
         )
         k, v = (call.k, call.v) if direct else (None, None)
         kernels.extend(
-            call.q, k, v, self._cache(call.layer.layer_id), step, self._heads(call), self._variant(call),
+            call.q, k, v, own.cache, step, own.heads,
+            own.causal if call.kind is AttentionKind.CAUSAL else own.other,
             plan.private.extend[call.group], call.out, call.lse, anchor=self._invariant,
         )  # fmt: skip
 
@@ -149,35 +163,32 @@ class TritonAttention(AttentionBackend):
             return self.table.encoder_to_token
         return self.table.req_to_token
 
-    def _exact_kv(self, layer_id: int) -> bool:
+    def _exact_kv(self, cache: kernels.Cache) -> bool:
         """The pool stores exactly what it is given: the model's dtype, no scales."""
-        return self.pool.kv_dtype == self.config.dtype and not self._cache(layer_id).scaled
+        return self.pool.kv_dtype == self.config.dtype and not cache.scaled
 
-    def _cache(self, layer_id: int) -> kernels.Cache:
-        cache = self._caches.get(layer_id)
-        if cache is None:
-            pool = self.pool
-            assert isinstance(pool, MHAPool)
-            k_scale, v_scale = pool.scales(layer_id)
-            cache = self._caches[layer_id] = kernels.Cache.of(
-                pool.key_cache(layer_id), pool.value_cache(layer_id), pool.layout,
-                k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
-                pool.slot_map(layer_id), self.config.form.kernel_page,
-            )  # fmt: skip
-        return cache
+    def _layer(self, layer: AttentionLayer) -> _Layer:
+        known = self._layers.get(layer.layer_id)
+        if known is None or known.layer is not layer:
+            known = self._layers[layer.layer_id] = self._described(layer)
+        return known
 
-    @staticmethod
-    def _heads(call: AttentionCall) -> kernels.Heads:
-        spec = call.layer.spec
-        return kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-
-    @staticmethod
-    def _variant(call: AttentionCall) -> kernels.Variant:
-        spec = call.layer.spec
+    def _described(self, layer: AttentionLayer) -> _Layer:
+        pool, spec = self.pool, layer.spec
+        assert isinstance(pool, MHAPool)
+        k_scale, v_scale = pool.scales(layer.layer_id)
+        cache = kernels.Cache.of(
+            pool.key_cache(layer.layer_id), pool.value_cache(layer.layer_id), pool.layout,
+            k_scale.device, v_scale.device, not (k_scale.is_one and v_scale.is_one),
+            pool.slot_map(layer.layer_id), self.config.form.kernel_page,
+        )  # fmt: skip
         window = None if spec.kind is AttentionKind.CROSS else spec.sliding_window
-        return kernels.Variant(
-            spec.scale, spec.logit_cap, window, call.layer.sinks, call.kind is AttentionKind.CAUSAL
+        variants = (
+            kernels.Variant(spec.scale, spec.logit_cap, window, layer.sinks, causal)
+            for causal in (True, False)
         )
+        heads = kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
+        return _Layer(layer, cache, heads, *variants)
 
 
 def _offsets(lens: torch.Tensor | None) -> torch.Tensor:

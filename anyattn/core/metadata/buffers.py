@@ -58,19 +58,14 @@ class FreshStorage:
             offsets.append(total)
             total += _aligned(length * dtype.itemsize)
         region = torch.empty(total, dtype=torch.uint8, device=self._device)
-        typed = {dtype: region.view(dtype) for dtype in {d for _, _, d in fields}} if total else {}
-        vectors = [
-            (at, _part(typed, region, at, length, dtype))
-            for at, (_, length, dtype) in zip(offsets, fields, strict=True)
-        ]
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        vectors = []
+        for at, (_, length, dtype) in zip(offsets, fields, strict=True):
+            whole = typed.get(dtype)
+            if whole is None:
+                whole = typed[dtype] = region.view(dtype)
+            vectors.append((at, whole.narrow(0, at // dtype.itemsize, length)))
         return region, vectors
-
-
-def _part(
-    typed: dict[torch.dtype, torch.Tensor], region: torch.Tensor, at: int, length: int, dtype: torch.dtype
-) -> torch.Tensor:
-    start = at // dtype.itemsize
-    return typed[dtype][start : start + length] if typed else region.view(dtype)
 
 
 class StepBuffers:

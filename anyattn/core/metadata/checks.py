@@ -27,7 +27,8 @@ def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_s
     if isinstance(batch.mask, VerifyMask):
         _check_verify_mask(batch, batch.mask)
     if exact is not None:
-        _within("seq_lens", exact.seq_lens[:real], 0, table.max_context)
+        if exact.longest > table.max_context:  # none is negative: the batch saw to it
+            _within("seq_lens", exact.seq_lens, 0, table.max_context)
         _check_mask(batch, exact)
     if batch.encoder_lens is not None and batch.encoder_lens.device.type == "cpu":
         _within("encoder_lens", batch.encoder_lens[:real], 0, table.max_encoder)

@@ -57,6 +57,7 @@ class MetadataCompiler:
         self.filler = filler
         self.device = pool.device
         self.checks = env.read("ANYATTN_CHECKS")
+        self._any_slot_is_writable = type(pool).check_writable is KVPool.check_writable
         self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
 
@@ -165,6 +166,8 @@ class MetadataCompiler:
             return
         check_host(batch, self.table, self.pool.page_size, self.pool.listed_slots)
         loc = batch.out_cache_loc
+        if self._any_slot_is_writable:
+            return
         if loc is not None and loc.device.type == "cpu":
             self.pool.check_writable(loc[: batch.num_tokens - batch.num_padding_tokens])
 

@@ -40,7 +40,7 @@ def max_q_len(batch: ForwardBatch) -> int:
 def max_kv_len(batch: ForwardBatch, max_context: int) -> int:
     """Largest number of KV tokens of a request: exact, or a bound."""
     if batch.exact is not None:
-        return int(batch.exact.seq_lens.max()) if batch.batch_size else 0
+        return batch.exact.longest
     if isinstance(batch.host_lens, UpperBound):
         return min(batch.host_lens.max_seq_len, max_context)
     return max_context

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anyattn.core.hashing import hashed_once
 from anyattn.kernels.triton.configs import Decode, Extend
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.decode import decode_kernel
@@ -49,13 +50,23 @@ class Cache:
     scaled: bool
     slot_map: torch.Tensor | None = None
     run: int = 0
-    memo: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
     """Constexprs of this layer's launches: the same every step."""
 
     @cached_property
     def flat(self) -> bool:
         """Slot s lies at `s * row stride`."""
         return all(s[0] == s[1] * self.page for s in (self.k_strides, self.v_strides))
+
+    @cached_property
+    def scale_strides(self) -> tuple[int, int]:
+        """Of k and v scales over heads: 0 where one scale serves all."""
+        return int(self.k_scale.shape[0] > 1), int(self.v_scale.shape[0] > 1)
+
+    @cached_property
+    def largest(self) -> float:
+        """What 8-bit storage saturates at; 0 for wider types."""
+        return torch.finfo(self.k.dtype).max if self.k.dtype.itemsize == 1 else 0.0
 
     @cached_property
     def wide(self) -> bool:
@@ -76,6 +87,7 @@ class Cache:
         )  # fmt: skip
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Heads:
     """Head counts and sizes of one layer."""
@@ -151,6 +163,13 @@ def _decode_constexprs(
     }  # fmt: skip
 
 
+def _merge_constexprs(heads: Heads, splits: int, has_sinks: bool, write_lse: bool) -> dict[str, Any]:
+    return {
+        "DV": heads.v_dim, "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
+        "BLOCK_S": min(16, power_of_two(splits)), "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse,
+    }  # fmt: skip
+
+
 def decode(
     q: torch.Tensor,
     cache: Cache,
@@ -178,25 +197,23 @@ def decode(
         cache.k_scale, cache.v_scale, sinks, out, lse_arg, part_out, part_lse,
         q.stride(0), q.stride(1), *cache.k_strides, *cache.v_strides, source.stride(0),
         out.stride(0), out.stride(1), lse_arg.stride(0),
-        int(cache.k_scale.shape[0] > 1), int(cache.v_scale.shape[0] > 1),
+        *cache.scale_strides,
         variant.scale, variant.cap or 0.0, variant.window or 0, splits, 2 if splits > 1 else 1, heads.num_kv,
     )  # fmt: skip
     key = (heads, config, split, write_lse, q.dtype)
-    constexprs = cache.memo.get(key)
-    if constexprs is None:
-        constexprs = cache.memo[key] = _decode_constexprs(
-            cache, heads, variant, config, split, write_lse, q.dtype
+    made = cache.memo.get(key)
+    if made is None:
+        made = cache.memo[key] = (
+            _decode_constexprs(cache, heads, variant, config, split, write_lse, q.dtype),
+            _merge_constexprs(heads, splits, has_sinks, write_lse),
         )
+    constexprs, merge_constexprs = made
     launch(decode_kernel, grid, args, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
     if split:
         merge_args = (
             part_out, part_lse, sinks, out, lse_arg, out.stride(0), out.stride(1), lse_arg.stride(0),
             heads.num_q, splits,
         )  # fmt: skip
-        merge_constexprs = {
-            "DV": heads.v_dim, "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
-            "BLOCK_S": min(16, power_of_two(splits)), "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse,
-        }  # fmt: skip
         launch(
             merge_kernel, (q.shape[0] * heads.num_q,), merge_args, merge_constexprs, num_warps=2, num_stages=2
         )
@@ -267,7 +284,7 @@ def extend(
         q.stride(0), q.stride(1), k_arg.stride(0), k_arg.stride(1), v_arg.stride(0), v_arg.stride(1),
         *cache.k_strides, *cache.v_strides, source.stride(0),
         out.stride(0), out.stride(1), lse_arg.stride(0),
-        int(cache.k_scale.shape[0] > 1), int(cache.v_scale.shape[0] > 1),
+        *cache.scale_strides,
         variant.scale, variant.cap or 0.0, variant.window or 0,
         step.req_rows.shape[0], num_blocks, num_heads,
     )  # fmt: skip
@@ -295,16 +312,17 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, cache: Cache, loc: torch.Tensor) 
     if tokens == 0:
         return
     v_dim = v.shape[2]
-    narrow = cache.k.dtype.itemsize == 1
     args = (
         k, v, cache.k, cache.v, loc, cache.k_scale, cache.v_scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *cache.k_strides, *cache.v_strides,
-        int(cache.k_scale.shape[0] > 1), int(cache.v_scale.shape[0] > 1),
-        torch.finfo(cache.k.dtype).max if narrow else 0.0,
+        *cache.scale_strides, cache.largest,
     )  # fmt: skip
-    constexprs = {
-        "PAGE": cache.page, "HEADS": num_kv, "D": dim, "DV": v_dim,
-        "BLOCK_K": power_of_two(num_kv * dim), "BLOCK_V": power_of_two(num_kv * v_dim),
-        "SCALED": cache.scaled, "SATURATE": narrow,
-    }  # fmt: skip
+    key = (num_kv, dim, v_dim)
+    constexprs = cache.memo.get(key)
+    if constexprs is None:
+        constexprs = cache.memo[key] = {
+            "PAGE": cache.page, "HEADS": num_kv, "D": dim, "DV": v_dim,
+            "BLOCK_K": power_of_two(num_kv * dim), "BLOCK_V": power_of_two(num_kv * v_dim),
+            "SCALED": cache.scaled, "SATURATE": cache.k.dtype.itemsize == 1,
+        }  # fmt: skip
     launch(kv_write_kernel, (tokens,), args, constexprs, num_warps=4, num_stages=1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from anyattn.core.hashing import hashed_once
 from anyattn.kernels.triton.configs import amd, interpreter, nvidia
 from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
 
@@ -29,6 +30,7 @@ __all__ = [
 WIDE_HEADS = 32
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Decode:
     """Split-KV decode: BLOCK_N keys a tile, `num_splits` parts of each request."""
@@ -39,6 +41,7 @@ class Decode:
     num_splits: int
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Extend:
     """Extend: BLOCK_M query rows by BLOCK_N keys."""
@@ -103,6 +106,7 @@ def extend_row(arch: str, dim: int, itemsize: int, rows: int, version: str = tri
     return interpreter.EXTEND[-1]
 
 
+@functools.lru_cache(1024)
 def choose_decode(
     programs: int, max_kv_len: int, dim: int, itemsize: int, arch: str, units: int, heads: int = 16
 ) -> Decode:
@@ -125,6 +129,7 @@ def choose_decode(
     return Decode(tile.block_n, tile.num_warps, tile.num_stages, splits)
 
 
+@functools.lru_cache(1024)
 def choose_extend(max_rows: int, dim: int, itemsize: int, arch: str) -> Extend:
     """Tiles of an extend step; `max_rows`: query rows (tokens x packed heads) of the longest request."""
     row = extend_row(arch, dim, itemsize, power_of_two(min(max_rows, 1 << 20)))
