@@ -106,6 +106,9 @@ def run_to_run(subject: Subject, case: Case) -> Outcome:
     """The same step three times gives the same bits, where that is declared."""
     if subject.declared.determinism() < 1:
         raise Skip("declares no determinism")
+    refused = subject.declared.refusal(case, "run-to-run")
+    if refused is not None:
+        raise Skip(refused)
     world = subject.world(case, deterministic="run-to-run")
     step = build_step(world)
     results = []

@@ -40,6 +40,8 @@ def by_row(storage: torch.Tensor, layout: str, *, values: bool) -> torch.Tensor 
     """Storage of keys (or of `values`) in `layout`, to be indexed with `(page, row)`: rows `[n, Hkv, D]`."""
     if layout == "HND":
         return storage.transpose(1, 2)
+    if layout == "NZ":  # K and V alike, in the order of VECTORISED_5D's K
+        return Chunked(storage, rows=False)
     return Chunked(storage, rows=values) if layout == "VECTORISED_5D" else storage
 
 

@@ -266,9 +266,5 @@ def _paged(name: str, calls: Calls) -> Callable[..., None]:
 def _tiles(cache: torch.Tensor, heads: int, pages: torch.Tensor) -> torch.Tensor:
     """`[n, Hkv, D]` out of `[pages, Hkv * D / 16, P, 16]`."""
     listed = cache[pages]
-    return (
-        listed.view(listed.shape[0], heads, -1, *listed.shape[2:])
-        .permute(0, 3, 1, 2, 4)
-        .flatten(3)
-        .flatten(0, 1)
-    )
+    split = listed.view(listed.shape[0], heads, listed.shape[1] // heads, *listed.shape[2:])
+    return split.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
