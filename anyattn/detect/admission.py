@@ -12,7 +12,7 @@ from anyattn.core.capabilities import CONTRACT_VERSION, BackendRecord, Capabilit
 from anyattn.core.platform_record import PlatformRecord
 from anyattn.errors import nearest
 
-__all__ = ["Refused", "backend_fault", "platform_fault", "records_of"]
+__all__ = ["Refused", "backend_fault", "check_name", "platform_fault", "records_of"]
 
 
 class Refused(Exception):
@@ -42,6 +42,13 @@ def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "importlib" not in f.filename and not f.filename.endswith("admission.py")]
     return f" ({own[-1].filename.rpartition('/')[2]}, line {own[-1].lineno})" if own else ""
+
+
+def check_name(record: Any, point: EntryPoint) -> None:
+    """Raises `Refused` where an entry point's one record has another name: reports would mislead."""
+    name = getattr(record, "name", point.name)
+    if name != point.name:
+        raise _wrong(f"entry point {point.name!r} gives {name!r}", "one name for both", point)
 
 
 def platform_fault(record: Any, point: EntryPoint, *, own: bool) -> None:

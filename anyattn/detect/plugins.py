@@ -17,7 +17,7 @@ from typing import Any
 from anyattn import env
 from anyattn.core.capabilities import BackendRecord, Fault
 from anyattn.core.platform_record import PlatformRecord
-from anyattn.detect.admission import Refused, backend_fault, platform_fault, records_of
+from anyattn.detect.admission import Refused, backend_fault, check_name, platform_fault, records_of
 from anyattn.detect.known import KNOWN
 from anyattn.detect.library import Library, normalise
 from anyattn.detect.simulated import HOSTS
@@ -247,6 +247,8 @@ def _admit(point: EntryPoint, found: Plugins, report: PluginReport) -> tuple[str
     own, given = point.dist is None, records_of(point, report.distribution)
     names: list[str] = []
     taken: dict[str, Any] = found.platforms if point.group == PLATFORMS else found.backends
+    if not own and len(given) == 1:
+        check_name(given[0], point)
     for record in given:
         if point.group == PLATFORMS:
             platform_fault(record, point, own=own)

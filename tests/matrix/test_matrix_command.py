@@ -149,10 +149,9 @@ def test_a_failure_anywhere_outweighs_what_passed() -> None:
 
 
 def test_other_documents() -> None:
-    latent = {
-        "backend": "flashmla", "kind": "mla", "target": "cuda:sm90", "emulated": True,
-        "cases": 8, "passed": 7, "failed": [{"case": "x", "why": "y"}], "left_out": 2, "worst": {"bf16": 1e-3}, "seconds": 1.0,
-    }  # fmt: skip
+    counts = {"cases": 8, "passed": 7, "left_out": 2, "seconds": 1.0}
+    told = {"failed": [{"case": "x", "why": "y"}], "worst": {"bf16": 1e-3}, "emulated": True}
+    latent = {"backend": "flashmla", "kind": "mla", "target": "cuda:sm90", **counts, **told}
     (summary,) = summarise(latent, date="2026-12-01", commit="0123456")
     assert (summary.models, summary.how, summary.cells) == ("mla", "emulated", {"cuda:sm90": (7, 1)})
     compiled = {

@@ -114,8 +114,13 @@ BROKEN: dict[str, tuple[Edits, str, str]] = {
         "a record without targets",
         "report it to its authors",
     ),
-    "a name that is taken": (
+    "two names": (
         {"records.py": ('name="lumen_flash"', 'name="triton"')},
+        "entry point 'lumen_flash' gives 'triton'",
+        "report it to its authors",
+    ),
+    "an alias that is taken": (
+        {"records.py": ('name="lumen_flash",', 'name="lumen_flash", deprecated_aliases=("triton",),')},
         "the name 'triton', which is anyattn's",
         "rename it in anyattn-lumen",
     ),
@@ -141,9 +146,10 @@ def test_a_broken_backend_keeps_its_place_with_the_remedy(
 
 
 def test_a_backend_whose_platform_is_broken_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = found_in(tmp_path / "site", monkeypatch, {"records.py": ('name="lumen"', 'name="Lumen"')})
+    edits = {"records.py": ('detect="anyattn_lumen.detection:look"', 'detect="anyattn_lumen.detection.look"')}
+    found = found_in(tmp_path / "site", monkeypatch, edits)
     by_name = {report.name: str(report) for report in found.reports}
-    assert "the platform name 'Lumen'" in by_name["lumen"]
+    assert "detect='anyattn_lumen.detection.look' (wants 'module:name')" in by_name["lumen"]
     assert "install or mend the plugin of platform 'lumen'" in by_name["lumen_flash"]
 
 
