@@ -100,6 +100,9 @@ class TrtllmMHA(AttentionBackend):
                 step.kv_offsets[group] = self._memory.offsets(index, plan.key.num_requests, stable=stable)
         plan.private = step
 
+    def replan(self, plan: Plan) -> None:
+        """Nothing: bounds are those of the largest step, and sums and masks are filled inside the graph."""
+
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Tables, then the running sums and masks that follow from them."""
         super().init_forward_metadata_in_graph(plan)

@@ -69,7 +69,8 @@ def check_replayable(
             allowed="the same number for each",
             hint="pad the drafts, or run this step eagerly",
         )
-    mask = _mask_form(batch, masks.get((batch.forward_mode, tokens)))
+    captured = (batch.forward_mode, tokens) in masks
+    mask = _mask_form(batch, masks[batch.forward_mode, tokens]) if captured else "none"
     if batch.encoder_out_cache_loc is not None:
         raise GraphError(
             "encoder tokens are stored in this step",

@@ -60,11 +60,11 @@ class Padder:
         """A batch of padding alone, with the optional fields of `example`, known exactly on the host."""
         given = {f.name: self._host[f.name] for f in self._fields if getattr(example, f.name) is not None}
         exact = Exact(self._host["seq_lens"], self._host["extend_seq_lens"])
-        return self._batch(example, given, exact, 0)
+        return self._batch(example, given, exact, self.key.num_requests)
 
     def pad(self, batch: ForwardBatch, captured: Plan) -> ForwardBatch:
-        """`batch` with padded requests behind its own. Fields on the device are written where `captured` has
-        them.
+        """`batch` with padded requests behind its own, some of which may be padding already. Fields on the
+        device are written where `captured` has them.
         """
         given: dict[str, torch.Tensor] = {}
         for field in self._fields:
@@ -87,7 +87,7 @@ class Padder:
                     )
                 )
             )
-        return self._batch(batch, given, exact, batch.batch_size)
+        return self._batch(batch, given, exact, self.key.num_requests - batch.batch_size)
 
     def _grown(self, target: torch.Tensor, value: torch.Tensor, fill: int) -> torch.Tensor:
         rows = value.shape[0]
@@ -102,15 +102,14 @@ class Padder:
         return target
 
     def _batch(
-        self, batch: ForwardBatch, given: dict[str, torch.Tensor], exact: Exact | None, real: int
+        self, batch: ForwardBatch, given: dict[str, torch.Tensor], exact: Exact | None, added: int
     ) -> ForwardBatch:
-        missing = self.key.num_requests - real
         return batch.view(
             **given,
             num_tokens=self.key.num_tokens,
             host_lens=batch.host_lens if exact is None else exact,
-            num_padding_requests=missing,
-            num_padding_tokens=missing * self.key.tokens_per_request,
+            num_padding_requests=batch.num_padding_requests + added,
+            num_padding_tokens=batch.num_padding_tokens + added * self.key.tokens_per_request,
             captured_mode=self.key.mode,
         )
 

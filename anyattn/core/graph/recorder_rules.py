@@ -22,7 +22,7 @@ from anyattn.errors import GraphError
 __all__ = ["Where", "here", "refusal", "refused_call", "refused_op"]
 
 _SKIPPED = re.compile(
-    r"(torch|contextlib|anyattn\.core\.graph\.recorder.*|anyattn\.testing\.graph_probe)(\..*)?"
+    r"(torch|contextlib|anyattn\.core\.graph\.recorder.*|anyattn\.testing\.graph_(probe|device))(\..*)?"
 )
 _READS = frozenset(
     ("item", "tolist", "numpy", "cpu", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.capturing import is_capturing
 from anyattn.core.context import forward_context
 from anyattn.core.graph.admission import check_capturable, check_replayable, example_batch
 from anyattn.core.graph.buckets import Buckets, GraphKey
@@ -96,8 +97,10 @@ class GraphRunner:
             example: a batch with the optional fields (positions, encoder lengths) that replays will have.
 
         Raises:
-            GraphError: the backend can't capture this mode (it says why), or a capture that failed.
+            GraphError: the backend can't capture this mode (it says why), a capture inside another one, or
+                one that failed.
         """
+        self._check_idle("capture")
         check_capturable(self.backend, mode, tokens_per_request, self.limits)
         for size in reversed(self.buckets.sizes):
             if size * tokens_per_request <= self.limits.max_tokens:
@@ -141,9 +144,10 @@ class GraphRunner:
 
         Raises:
             GraphError: a mode that wasn't captured, a batch beyond the largest bucket, draft lengths that
-                differ, another mask, a pool that was replaced. Nothing was changed then.
+                differ, another mask, a pool that was replaced, a capture going on. Nothing was changed then.
             BatchError, HostLengthError: as in eager preparation.
         """
+        self._check_idle("replay")
         entry = self.entry(batch)
         self.prepare(entry, batch, inputs)
         entry.graph.replay()
@@ -183,6 +187,16 @@ class GraphRunner:
     def _read_ends(self, mode: ForwardMode) -> SharedReadEnds:
         ends: SharedReadEnds = self.backend.traits(mode).shared_read_ends
         return ends
+
+    def _check_idle(self, what: str) -> None:
+        """Raises `GraphError` while a graph is captured: the outer graph would record the preparation."""
+        if is_capturing(self.backend.pool.device):
+            raise GraphError(
+                f"{what} inside another capture",
+                asked=f"a {what} while a graph is captured",
+                allowed="captures and replays one after another",
+                hint=f"{what} before or after the other capture",
+            )
 
     def _check_pool(self) -> None:
         """Raises `GraphError` where the KV that the graphs read is no longer the backend's."""
