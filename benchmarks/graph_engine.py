@@ -76,6 +76,12 @@ class Difference:
         behind = eager.amax(-1) - eager.gather(-1, chosen[:, None])[:, 0]
         self.gap = max(self.gap, float(behind.max()))
 
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows differ, {self.tokens} tokens; largest difference of a logit {self.worst:.3g}, "
+            f"of a token's from the best {self.gap:.3g}"
+        )
+
 
 class Checked(DecodeGraphs):
     """Graphs whose every step is computed again, eagerly, and compared."""
