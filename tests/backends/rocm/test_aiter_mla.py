@@ -127,10 +127,12 @@ class _Planned:
 
     def main(
         self, seqlens_qo_indptr: Any, seqlens_kv_indptr: Any, kv_last_page_lens: Any,
-        num_heads_per_head_k: int, num_heads_k: int, is_causal: bool, work_metadata_ptrs: Any, work_info_set: Any, work_indptr: Any,
-        reduce_indptr: Any, reduce_final_map: Any, reduce_partial_map: Any, page_size: int = 1,
-        kv_granularity: int = 16, max_seqlen_qo: int = -1, uni_seqlen_qo: int = -1, fast_mode: bool = True,
-        topk: int = -1, max_split_per_batch: int = -1, dtype_q: Any = None, dtype_kv: Any = None,
+        num_heads_per_head_k: int, num_heads_k: int, is_causal: bool, work_metadata_ptrs: Any,
+        work_info_set: Any, work_indptr: Any, reduce_indptr: Any, reduce_final_map: Any,
+        reduce_partial_map: Any,
+        page_size: int = 1, kv_granularity: int = 16, max_seqlen_qo: int = -1, uni_seqlen_qo: int = -1,
+        fast_mode: bool = True, topk: int = -1, max_split_per_batch: int = -1,
+        dtype_q: Any = None, dtype_kv: Any = None,
     ) -> None:  # fmt: skip
         assert kv_last_page_lens.eq(1).all()
         assert page_size == 1
