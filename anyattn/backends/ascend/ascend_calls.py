@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -108,12 +108,13 @@ class FusedCall:
     Attributes:
         layout: TND (`[T, Hq, D]`), or BSND / BNSD with one query token a request.
         arguments: keyword arguments, lengths included.
-        lengths: those of them that a captured graph must be told anew.
+        bound: the same with a layer's own, by head count and whether it wants the log-sum-exp.
     """
 
     operator: Operator
     layout: str
     arguments: dict[str, Any]
+    bound: dict[tuple[int, bool], dict[str, Any]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -141,6 +142,7 @@ class FusedCall:
     def update(self, fresh: FusedCall) -> None:
         """Take the lengths of another step of the same shape; a recorded call keeps pointing here."""
         self.arguments.update(fresh.lengths())
+        self.bound.clear()
 
     def run(
         self,
@@ -152,16 +154,19 @@ class FusedCall:
         **given: Any,
     ) -> None:
         """`q [T, Hq, D]`; writes `out [T, Hq, Dv]` and `lse [T, Hq]` (natural logarithm, as ours)."""
-        operator = self.operator
+        operator, heads, wants_lse = self.operator, q.shape[1], lse is not None
+        arguments = self.bound.get((heads, wants_lse))
+        if arguments is None:
+            arguments = {**self.arguments, operator.heads: heads, operator.lse: wants_lse}
+            self.bound[heads, wants_lse] = arguments
         note_host_arguments(self.lengths)
-        made, sums = operator.function(
-            self.shaped(q.contiguous()), k, v,
-            **{operator.heads: q.shape[1], operator.lse: lse is not None}, **self.arguments, **given,
-        )  # fmt: skip
+        made, sums = operator.function(self.shaped(q.contiguous()), k, v, **arguments, **given)
         out.copy_(made.view(out.shape))
         if lse is not None:
             lse.copy_(sums.view(lse.shape))
 
     def shaped(self, q: torch.Tensor) -> torch.Tensor:
         """`[T, H, D]` in the call's layout, a view."""
-        return {"TND": q, "BSND": q[:, None], "BNSD": q[:, :, None]}[self.layout]
+        if self.layout == "TND":
+            return q
+        return q[:, None] if self.layout == "BSND" else q[:, :, None]

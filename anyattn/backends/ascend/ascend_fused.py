@@ -27,7 +27,7 @@ from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
-from anyattn.errors import BackendBuildError, PoolError
+from anyattn.errors import BackendBuildError, GraphError, PoolError
 
 __all__ = ["MAX_REQUESTS", "FusedInfer", "captured_rows", "check_requests", "key_lengths"]
 
@@ -60,11 +60,11 @@ def captured_rows(plan: Plan, *, in_capture: bool) -> int:
     """Query rows that belong to requests: the last cumulative length, which must be the query's.
 
     Raises:
-        BackendBuildError: a captured step with rows behind its last request, whose number would be frozen.
+        GraphError: a captured step with rows behind its last request, whose number would be frozen.
     """
     rows = sum(plan.host_extend_lens or ())
     if in_capture and rows != plan.key.num_tokens:
-        raise BackendBuildError(
+        raise GraphError(
             "rows behind the last request of a captured step",
             asked=f"{plan.key.num_tokens} rows, {rows} of them of requests",
             allowed="the same number of query tokens for each request, padded ones included",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class _Staging:
     """A pinned buffer, the event of its last copy, and views of it by (offset, length, dtype)."""
 
     memory: torch.Tensor
-    copied: torch.cuda.Event
+    copied: Any
     views: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +88,7 @@ class Uploader:
             slot.copied.synchronize()  # its last copy: long done, unless the host is _SLOTS steps ahead
         if slot is None or slot.memory.shape[0] < nbytes:
             memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
-            slot = _Staging(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
+            slot = _Staging(memory, torch.get_device_module(self.device).Event())
             self._ring[self._next] = slot
         self._next = (self._next + 1) % _SLOTS
         return slot

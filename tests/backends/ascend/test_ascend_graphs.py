@@ -81,7 +81,7 @@ def test_a_step_with_rows_behind_its_requests_is_not_captured() -> None:
         made.backend.init_cuda_graph_state(made.backend.config.limits)
         loc = [*made.slots[0][:4].tolist(), 0, 0]
         batch = anyattn.ForwardBatch.verify([0], [0], [4], loc, num_padding_tokens=2)
-        with pytest.raises(BackendBuildError, match="rows behind"):
+        with pytest.raises(GraphError, match="rows behind"):
             made.backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
