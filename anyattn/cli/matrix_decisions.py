@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -66,6 +67,7 @@ class Default:
         return f"{self.prefill} / {self.decode} / {self.verify} / {self.draft}, {self.pool}"
 
 
+@functools.cache
 def defaults() -> tuple[Default, ...]:
     """All models on all simulated hosts of this package. Builds nothing."""
     from anyattn.detect import HOSTS

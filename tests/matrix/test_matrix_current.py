@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from anyattn.catalog import records
 from anyattn.cli import matrix
 from anyattn.cli.matrix_results import load_results
 from anyattn.cli.matrix_support import STATUSES, read_csv
 from anyattn.cli.matrix_workflows import FORMATS
+from anyattn.core.capabilities import Proof
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +53,21 @@ def test_only_what_ran_on_a_chip_is_called_passing() -> None:
     assert {cell.key for cell in cells if cell.status == "passing"} <= native
     assert all(cell.date and cell.commit and cell.versions for cell in cells if cell.status != "untested")
     assert ("triton", "dense", "cuda", "sm90") in {c.key for c in cells if c.status == "passing"}
+
+
+def test_what_the_catalog_calls_proven_on_a_chip_has_a_result() -> None:
+    cells = {cell.key: cell for cell in read_csv((ROOT / matrix.SUPPORT).read_text(encoding="utf-8"))}
+    wanting = [
+        f"{record.name} {kind.value} {chip}"
+        for record in records()
+        for row in record.rows
+        for kind in row.kinds
+        for chip in row.architectures
+        if row.proof is Proof.HARDWARE
+        and kind in record.targets
+        and cells[record.name, kind.value, *chip.split(":")].status not in ("passing", "failing")
+    ]
+    assert not wanting, f"record their results (anyattn matrix record): {sorted(set(wanting))}"
 
 
 def test_results_name_commits_of_this_repository() -> None:
