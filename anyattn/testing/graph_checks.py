@@ -145,6 +145,8 @@ def buckets(labs: Labs) -> list[str]:
     except GraphError as error:
         if "largest captured bucket" not in str(error):
             found.append(f"one over the largest bucket: {error}")
+    except Exception as error:
+        found.append(f"one over the largest bucket: {type(error).__name__}: {error}")
     found += [f"after a refusal: {fault}" for fault in labs.judged(full)]
     return found
 
@@ -153,7 +155,7 @@ def padding(labs: Labs) -> list[str]:
     """A step of padding alone stays finite; what page 0 holds reaches no request; storage stays as it was."""
     lab, runner = labs.lab, labs.runner
     found = labs.judged(lab.draw(max(whole_buckets(lab)) - 1))
-    nobody = _padding_alone(lab, 2)
+    nobody = _padding_alone(lab, 3)  # and one more in a bucket of 4
     before = _storage(lab)
     done = replayed(lab, runner, nobody)
     if not done.finite:

@@ -23,6 +23,7 @@ _PAGES = (4, 16, 32, 64, 128, 256, 1)
 _SHAPES = ((4, 2, 16), (8, 2, 64), (8, 2, 128), (4, 1, 128), (8, 8, 128))
 _LATENTS = ((2, 16, 8), (16, 512, 64), (64, 512, 64), (128, 512, 64))
 _WINDOW = 6
+_CONTEXT = 300  # long enough for kernels that split rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def _sizes(row: CapabilityRow, rows: tuple[CapabilityRow, ...], latent: bool, la
     page = next((p for p in _PAGES if all(_taken(p, layout, t) for t in ([row], *takers) if t)), None)
     if dtype is None or page is None:
         return None
-    context, buckets = (600, (1, 2, 4, 8, 16)) if large else (max(40, page + page // 2), (1, 2, 4))
+    context, buckets = (600, (1, 2, 4, 8, 16)) if large else (max(_CONTEXT, page + page // 2), (1, 2, 4))
     common = Sizes(dtype=dtype, page_size=page, layout=layout, max_context=context, buckets=buckets)
     if latent:
         for heads, rank, rope in _LATENTS:

@@ -114,7 +114,7 @@ class BatchMLAPagedAttentionWrapper:
         default = "split" if metadata is None else "packed"
         tables = csr_tables(given, page_size, strict=metadata is not None)
         # `_batch_mla/_backends/_fa_common.py` copies all of them but the indices.
-        host = [t if name == "kv_indices" else host_copy(name, t) for name, t in zip(CSR, tables, strict=True)]
+        host = [host_copy(n, t) if n != "kv_indices" else t for n, t in zip(CSR, tables, strict=True)]
         plan = MLAPlan(
             num_heads, (head_dim_ckv, head_dim_kpe), page_size, causal, float(sm_scale), q_data_type,
             kv_data_type, query_layout or default, kv_cache_layout or default, lse_mode,
