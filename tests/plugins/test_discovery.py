@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from plugin_tools import install, points
 
+from anyattn.api import make_request
 from anyattn.core.capabilities import CONTRACT_VERSION
 from anyattn.core.registry import Registry
+from anyattn.core.select.solve import decide
+from anyattn.core.spec import AttentionSpec
 from anyattn.detect import PluginState, discover, simulate
 from anyattn.detect.plugins import BUILT_IN, Plugins
 from anyattn.errors import ConfigError
@@ -71,6 +74,21 @@ def test_plain_torch_serves_a_platform_that_a_plugin_brings(
 def test_a_simulated_host_of_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = simulate("lumen:l2", found_in(tmp_path / "site", monkeypatch))
     assert (host.device_name, host.runtime, host.simulated) == ("Lumen L2", "1.0", True)
+
+
+@pytest.mark.parametrize(
+    ("libraries", "decode"), [("", "flashinfer"), ("-flashinfer-python-triton", "lumen_flash")]
+)
+def test_on_a_built_in_chip_a_plugin_comes_behind_all_but_slow_ones(
+    libraries: str, decode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edits = {"records.py": ('_BOTH = ("lumen:l1", "lumen:l2")', '_BOTH = ("lumen:l1", "cuda:sm80")')}
+    found = found_in(tmp_path / "site", monkeypatch, edits)
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    facts = simulate(f"cuda:sm80{libraries}", found)
+    request = make_request(spec, dtype="bfloat16", device="cuda")
+    decision = decide(request, facts, Registry(found.records), found.platform("cuda").preferences, environ={})
+    assert decision.decode.backend == decode
 
 
 BROKEN: dict[str, tuple[Edits, str, str]] = {
