@@ -7,7 +7,8 @@ it has put new lists in place. Not run on an NPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from anyattn.core.capturing import marked_as_capturing
 from anyattn.core.graph.host_arguments import HostArguments, collecting_host_arguments
 from anyattn.core.graph.objects import Fence, GraphObject, GraphPlatform
-from anyattn.errors import BackendBuildError, GraphError
+from anyattn.errors import GraphError
 
 __all__ = ["AscendGraph", "AscendGraphPlatform", "NPUFence"]
 
@@ -36,6 +37,12 @@ class AscendGraph(GraphObject):
             GraphError: captured already; calls with host lists that nobody told the graph about, or more of
                 them than were recorded: a replay would run with old lengths, or wait for ever.
         """
+        with self.recording():
+            body()
+
+    @contextmanager
+    def recording(self, after: GraphObject | None = None) -> Iterator[None]:
+        """Record a block, as `capture` does."""
         if self._graph is not None:
             raise GraphError(
                 "this graph is captured already",
@@ -50,7 +57,7 @@ class AscendGraph(GraphObject):
             self._platform.counting_memory(),
             npu.graph(graph, pool=self._platform.pool, auto_dispatch_capture=True),
         ):
-            body()
+            yield
         recorded = len(graph.graph_dispatch_mode.graph_dispatch_records)
         if recorded != len(sources):
             raise GraphError(
@@ -117,10 +124,10 @@ class AscendGraphPlatform(GraphPlatform):
     name = "ascend"
 
     def __init__(self, npu: Any = None) -> None:
-        """Raises `BackendBuildError` where torch has no NPU."""
+        """Raises `GraphError` where torch has no NPU."""
         found = getattr(torch, "npu", None) if npu is None else npu
         if found is None or not hasattr(found, "NPUGraph"):
-            raise BackendBuildError(
+            raise GraphError(
                 "NPU graphs need torch-npu",
                 asked="torch.npu.NPUGraph",
                 allowed="torch-npu imported, on a machine with CANN",
