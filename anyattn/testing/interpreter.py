@@ -27,7 +27,7 @@ def offer_triton() -> None:
             hint="start the process with it",
         )
     record = api.registry().get("triton")
-    if any(row.architectures == CPU for row in record.rows):
+    if any(row.architectures == CPU and ModelKind.DENSE in row.kinds for row in record.rows):
         return  # offered already
     rows = tuple(
         dataclasses.replace(
@@ -36,4 +36,5 @@ def offer_triton() -> None:
         for row in record.rows
         if set(SM90) <= set(row.architectures) and ModelKind.DENSE in row.kinds
     )
-    api.registry().replace(dataclasses.replace(record, rows=rows))
+    others = tuple(row for row in record.rows if ModelKind.DENSE not in row.kinds)
+    api.registry().replace(dataclasses.replace(record, rows=(*rows, *others)))
