@@ -34,15 +34,23 @@ class AscendGraph(GraphObject):
         """Record `body` (once) in the platform's pool.
 
         Raises:
-            GraphError: captured already; calls with host lists that nobody told the graph about, or more of
-                them than were recorded: a replay would run with old lengths, or wait for ever.
+            GraphError: as `recording`.
         """
         with self.recording():
             body()
 
     @contextmanager
     def recording(self, after: GraphObject | None = None) -> Iterator[None]:
-        """Record a block, as `capture` does."""
+        """Record the work of a `with` block (once) in the platform's pool.
+
+        Args:
+            after: the segment before this one, whose memory the pool keeps while tensors of it are alive.
+
+        Raises:
+            GraphError: captured already; calls with host lists that nobody told the graph about, or more of
+                them than were recorded: a replay would run with old lengths, or wait for ever.
+        """
+        del after
         if self._graph is not None:
             raise GraphError(
                 "this graph is captured already",

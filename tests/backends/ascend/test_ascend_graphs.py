@@ -21,7 +21,6 @@ from anyattn.core.graph.recorder import RecorderPlatform
 from anyattn.core.graph.runner import GraphRunner
 from anyattn.errors import GraphError
 from anyattn.platforms.ascend_graphs import AscendGraphPlatform
-from anyattn.platforms.graphs import graph_platform
 
 # -- the adapter under the runner ------------------------------------------------------------------------
 
@@ -170,10 +169,23 @@ def test_lists_that_nobody_can_update_are_refused(records: int, noted: int) -> N
         graph.replay()
 
 
+def test_segments_are_recorded_in_a_block() -> None:
+    npu = FakeNPU(records=1)
+    platform = AscendGraphPlatform(npu)
+    first, second = platform.new_graph(), platform.new_graph()
+    with first.recording():
+        note_host_arguments(lambda: {"actual_seq_kvlen": [1]})
+    with second.recording(after=first):
+        note_host_arguments(lambda: {"actual_seq_kvlen": [2]})
+    second.replay()
+    assert npu.log[1] == ("update", [{"actual_seq_kvlen": [2]}])
+    assert npu.pools == ["pool", "pool"]
+
+
 def test_capturing_twice_and_without_an_npu() -> None:
     graph = AscendGraphPlatform(FakeNPU(records=0)).new_graph()
     graph.capture(lambda: None)
     with pytest.raises(GraphError, match="captured already"):
         graph.capture(lambda: None)
     with pytest.raises(GraphError, match="torch-npu"):
-        graph_platform("npu")
+        AscendGraphPlatform()
