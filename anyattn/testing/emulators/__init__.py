@@ -54,6 +54,9 @@ EMULATORS: dict[str, Emulator] = {
     "hpc_ops": Emulator("cuda:sm90", partial(_from, "hpc_ops")),
     "aiter": Emulator("rocm:gfx942", partial(_from, "aiter")),
     "aiter_mla": Emulator("rocm:gfx942", partial(_from, "aiter")),
+    "ascend": Emulator("ascend:910b", partial(_from, "torch_npu")),
+    "ascend_mla": Emulator("ascend:910b", partial(_from, "torch_npu")),
+    "wave": Emulator("rocm:gfx942", partial(_from, "wave")),
 }
 """By backend name; `NAME_mla` where a name has a second class."""
 
