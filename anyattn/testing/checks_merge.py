@@ -35,7 +35,7 @@ def sinks_once(subject: Subject, case: Case) -> Outcome:
 
 def merge_empty(subject: Subject, case: Case) -> Outcome:
     """A step merged with itself: rows without a key stay empty, all others gain ln 2. Case: has such rows."""
-    if not subject.declared.declares(Feature.LSE):
+    if not subject.declared.declares_jointly(Feature.LSE):
         raise Skip("doesn't declare lse")
     step = run_step(build_step(subject.world(case)))
     assert step.out is not None
@@ -55,7 +55,7 @@ def merge_empty(subject: Subject, case: Case) -> Outcome:
 
 def _merged(subject: Subject, case: Case, *, sinks: bool) -> Outcome:
     needed = [Feature.LSE, *([Feature.SINKS] if sinks else [])]
-    missing = [f.value for f in needed if not subject.declared.declares(f)]
+    missing = [f.value for f in needed if not subject.declared.declares_jointly(f)]
     if missing:
         raise Skip(f"doesn't declare {', '.join(missing)}")
     first, rest = case.prefix_lens

@@ -63,6 +63,11 @@ class Declared:
         """Some row has the feature."""
         return any(feature in row.features for row in self.rows)
 
+    def declares_jointly(self, feature: Feature) -> bool:
+        """Prefill and decode, whichever of them is served, have rows with the feature: one pool can ask."""
+        joint = self.phases & {Phase.PREFILL, Phase.DECODE}
+        return all(any(feature in row.features for row in self.rows_for(phase)) for phase in joint)
+
     def determinism(self) -> int:
         """The highest level that every phase can be asked for."""
         joint = self.phases & {Phase.PREFILL, Phase.DECODE}

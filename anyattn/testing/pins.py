@@ -48,10 +48,15 @@ def shape_of(declared: Declared, axes: dict[str, list[Any]]) -> Shape:
     exact = [d for d in axes["dtypes"] if d[0] == d[1]]
     dtypes = max(exact or axes["dtypes"], key=lambda d: d[0] == "float32")
     fp8 = {kv: (model, kv) for model, kv in axes["dtypes"] if kv.startswith("float8")}
-    layout = "NHD" if "NHD" in axes["layout"] else axes["layout"][0]
+    layouts = ["NHD"] if "NHD" in axes["layout"] else axes["layout"]
     larger = sorted(p for p in axes["page"] if p >= 4) or [axes["page"][-1]]
-    lse = declared.declares(Feature.LSE)
-    shapes = [Shape(h, dims, p, dtypes, layout, tuple(fp8.values()), lse) for h in grouped for p in larger]
+    lse = declared.declares_jointly(Feature.LSE)
+    shapes = [
+        Shape(h, dims, p, dtypes, layout, tuple(fp8.values()), lse)
+        for h in grouped
+        for p in larger
+        for layout in layouts
+    ]
     return next((shape for shape in shapes if _declared_in(shape, declared)), shapes[0])
 
 

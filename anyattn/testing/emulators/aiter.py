@@ -63,6 +63,14 @@ def modules() -> Mapping[str, ModuleType]:
 # --- decode ------------------------------------------------------------------------------------------------
 
 
+def _through_pointers(query: Tensor, out: Tensor, found: Tensor) -> Tensor:
+    """Kernels are given the stride of query tokens alone (csrc/cpp_itfs/pa/pa_kernels.cuh): heads with gaps
+    are misread, and outputs are written as if they had none.
+    """
+    dense = query.stride(1) == query.shape[2] and query.stride(2) == 1 and out.is_contiguous()
+    return out.copy_(found) if dense else out.fill_(math.nan)
+
+
 def _check_cache(query: Tensor, cache: Tensor, kv_cache_dtype: str) -> None:
     if query.dtype not in HALVES:
         raise ValueError(f"Unsupported data type: {query.dtype}")
@@ -108,19 +116,18 @@ def paged_attention_v1(
         raise ValueError(f"paged_attention_v1: workspace_buffer is too small, {needed} bytes are needed")
     for name, x in (("block_tables", block_tables), ("context_lens", context_lens)):
         check(x.dtype == torch.int32, f"{name} are read as int32, whatever they are")
-    return out.copy_(
-        paged_rows(
-            query,
-            caches,
-            block_tables,
-            context_lens,
-            scale=scale,
-            window=sliding_window,
-            cap=max(logits_soft_cap, 0.0),
-            scales=(one_number(k_scale), one_number(v_scale)),
-            bound=max_context_len,
-        )
+    found = paged_rows(
+        query,
+        caches,
+        block_tables,
+        context_lens,
+        scale=scale,
+        window=sliding_window,
+        cap=max(logits_soft_cap, 0.0),
+        scales=(one_number(k_scale), one_number(v_scale)),
+        bound=max_context_len,
     )
+    return _through_pointers(query, out, found)
 
 
 def paged_attention_ragged(
@@ -183,7 +190,7 @@ def pa_fwd_asm(
         Q, caches, block_tables, context_lens, scale=128**-0.5, window=0, cap=0.0, scales=(1.0, 1.0),
         bound=block_tables.shape[1] * 16,
     )  # fmt: skip
-    return torch.empty_like(Q).copy_(found) if out_ is None else out_.copy_(found)
+    return _through_pointers(Q, torch.empty_like(Q) if out_ is None else out_, found)
 
 
 # --- prefill -----------------------------------------------------------------------------------------------

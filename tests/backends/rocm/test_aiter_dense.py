@@ -17,7 +17,7 @@ from anyattn.errors import BackendBuildError, SelectionError
 from anyattn.testing.builder import build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.emulators import emulating
-from anyattn.testing.judge import check_case, run_step
+from anyattn.testing.judge import check_case, expected, run_step
 from anyattn.testing.selecting import select_for
 from anyattn.testing.world import World
 
@@ -193,3 +193,18 @@ def test_scratch_of_graphs_is_never_replaced() -> None:
     assert scratch.take(60, stable=True) is large
     assert scratch.take(20, stable=False) is eager
     assert scratch.take(70, stable=False) is not eager
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"head_dim": 64, "v_head_dim": 64}], ids=["batch prefill", "gathered"]
+)
+def test_prefills_log_sums(fields: dict[str, Any]) -> None:
+    """Decode has none, so no model that needs them is served throughout; prefill's are right all the same."""
+    with emulating("aiter"):
+        world = World(dataclasses.replace(_BASE, **fields), backend="aiter", host=_PYPI["gfx942"])
+        step = build_step(world)
+        plan = world.backend.init_forward_metadata(step.batch)
+        with anyattn.forward_context(world.backend, plan):
+            _, lse = world.layer(step.q, step.k, step.v, step.batch, return_lse=True)
+    _, wanted = expected(step)
+    assert torch.allclose(lse.double(), wanted, atol=1e-2)
