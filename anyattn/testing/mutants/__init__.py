@@ -6,7 +6,7 @@ threads in which that fault was found in some serving system.
 
 from __future__ import annotations
 
-from anyattn.testing.mutants import core, flash, flashinfer, hpc_ops, native, outsider, triton
+from anyattn.testing.mutants import aiter, core, flash, flashinfer, hpc_ops, native, outsider, triton
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 
 __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
@@ -16,6 +16,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "triton": triton.MUTANTS,
     "fa3": flash.FA3,
     "fa4": flash.FA4,
+    "aiter": aiter.MUTANTS,
     "hpc_ops": hpc_ops.MUTANTS,
     "flashinfer": flashinfer.MUTANTS,
 }
