@@ -56,7 +56,7 @@ def _wave(architectures: tuple[str, ...], degraded: str | None) -> tuple[Capabil
             degraded=degraded,
             method="extend template",
             source="vendor-apis §14.1 to §14.3; tree masks: the template could, nobody does",
-            **_WAVE,
+            **{**_WAVE, "features": (*_WAVE["features"], Feature.RAGGED_VERIFY)},
         ),
     )
 
