@@ -21,6 +21,7 @@ from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_pool_is_listed, check_storage
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
+from anyattn.core.metadata.segments import SegmentMetadata
 from anyattn.core.mla_inputs import as_whole
 from anyattn.core.mla_step import MLAPlanner
 from anyattn.core.plan import Plan
@@ -56,6 +57,7 @@ class AttentionBackend(StepBackend):
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
         self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
+        self._segments: SegmentMetadata | None = None
         self._shares_kv = any(s.kv_shared_with is not None for s in config.pool.specs)
         self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
         self._known_traits: dict[ForwardMode, Traits] = {}
@@ -146,6 +148,20 @@ class AttentionBackend(StepBackend):
     def init_cuda_graph_state(self, limits: Limits) -> None:
         """Buffers at fixed addresses for steps that are captured, sized by `limits`."""
         self._buffers = StepBuffers(limits, self.config.form, self.pool.device)
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, batch: ForwardBatch) -> Plan:
+        """Vectors at addresses of their own. Raises `BatchError` beyond the limits of `select`."""
+        if self._segments is None:
+            c = self.config
+            self._segments = SegmentMetadata(c.limits, c.form, self.pool, self.table, self.owner)
+        return self._segments.capture(batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, captured: Plan, batch: ForwardBatch
+    ) -> None:
+        """This step's vectors at those addresses: one upload, and the device half."""
+        assert self._segments is not None
+        self._segments.refresh(captured, batch)
 
     def _check_batch(self, batch: ForwardBatch, traits: Traits) -> None:
         for feature, who in check_served(batch, traits, self.config.name, self.config.limits):

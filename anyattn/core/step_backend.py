@@ -12,6 +12,7 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.plan import Plan
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Traits
+from anyattn.errors import GraphError
 
 if TYPE_CHECKING:
     from anyattn.core.select.decision import Decision
@@ -57,6 +58,31 @@ class StepBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self, mode: ForwardMode, tokens_per_request: int) -> int:
         """Length that padded requests carry."""
         return tokens_per_request
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, batch: ForwardBatch) -> Plan:
+        """A plan for what captured segments of a prefill read between attention layers: vectors, no tables.
+
+        `batch` has the shape of every later step (`graph.breakable_metadata.segment_batch`).
+
+        Raises:
+            GraphError: a backend without such plans.
+        """
+        raise GraphError(
+            f"{type(self).__name__} makes no metadata that captured segments could read",
+            asked="captured_metadata=True",
+            allowed="segments that read inputs alone",
+            hint="give positions and the like as inputs of the runner",
+        )
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, captured: Plan, batch: ForwardBatch
+    ) -> None:
+        """Before the segments are replayed: `batch`'s values at the addresses of `captured`.
+
+        Raises:
+            GraphError: a batch of another shape. BatchError: as in eager preparation.
+        """
+        raise GraphError(f"{type(self).__name__} captured no such metadata", asked=captured.key)
 
     def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:  # noqa: B027
         """After verification: keep the state of `accepted_lens` tokens. Attention has none to keep."""

@@ -82,6 +82,7 @@ class Traits:
     `tree_mask` is the form that verification reads cheapest: QLEN_ONLY says that both are read as they
     are; otherwise the compiler spells QLEN_ONLY out. `strategies` are those that extends may be computed by.
     `rounds_queries`: absorbed queries are rounded to the KV dtype, for a kernel that takes both alike.
+    `eager_between_graphs`: its eager steps may run between captured segments, on tensors that graphs own.
     """
 
     host_lengths: HostLengthNeed = HostLengthNeed.EXACT
@@ -95,6 +96,7 @@ class Traits:
     tree_mask: TreeMaskMode = TreeMaskMode.FULL_MASK
     strategies: tuple[Strategy, ...] = (Strategy.PAGED,)
     rounds_queries: bool = False
+    eager_between_graphs: bool = True
 
     @staticmethod
     def combine(children: Iterable[Traits]) -> Traits:
@@ -121,4 +123,5 @@ class Traits:
             tree_mask=forms.pop() if len(forms) == 1 else TreeMaskMode.FULL_MASK,
             strategies=tuple(s for s in items[0].strategies if all(s in t.strategies for t in items)),
             rounds_queries=any(t.rounds_queries for t in items),
+            eager_between_graphs=all(t.eager_between_graphs for t in items),
         )

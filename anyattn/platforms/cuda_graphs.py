@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +22,12 @@ class CUDAGraph(GraphObject):
 
     def capture(self, body: Callable[[], None]) -> None:
         """Record `body` on the platform's capture stream; other threads and streams may go on working."""
+        with self.recording():
+            body()
+
+    @contextmanager
+    def recording(self, after: GraphObject | None = None) -> Iterator[None]:
+        """Record a block. Segments of a step share the pool, and are replayed in the order of capture."""
         if self._captured or torch.cuda.is_current_stream_capturing():
             raise GraphError(
                 "capture inside another capture" if not self._captured else "this graph is captured already",
@@ -33,7 +40,7 @@ class CUDAGraph(GraphObject):
             with torch.cuda.graph(
                 self._graph, pool=platform.pool, stream=platform.stream, capture_error_mode="thread_local"
             ):
-                body()
+                yield
         except GraphError:
             raise
         except Exception as error:  # torch reports a broken capture by whatever call noticed it

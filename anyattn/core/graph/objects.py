@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from anyattn.errors import GraphError
 
 __all__ = ["Fence", "GraphObject", "GraphPlatform"]
 
@@ -23,6 +26,22 @@ class GraphObject(ABC):
             GraphError: a host sync or a shape that depends on device values inside `body`, or a capture
                 inside another one.
         """
+
+    def recording(self, after: GraphObject | None = None) -> AbstractContextManager[None]:
+        """Record the work of a `with` block (once), as `capture` does; how a step is captured in segments.
+
+        `after`: the segment before this one in the same step. Memory that it left alive stays valid until
+        this one is replayed.
+
+        Raises:
+            GraphError: as `capture`, or a platform whose graphs are captured in one piece.
+        """
+        raise GraphError(
+            f"{type(self).__name__} is captured in one piece",
+            asked="segments with eager attention between them",
+            allowed="a platform whose graphs have `recording`",
+            hint="capture whole steps (GraphRunner), or run prefill eagerly",
+        )
 
     @abstractmethod
     def replay(self) -> None:

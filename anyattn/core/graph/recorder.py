@@ -9,8 +9,8 @@ refused. Two things differ: the capture's own run takes effect, and memory is fr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -60,6 +60,7 @@ class RecorderGraph(GraphObject):
     def __init__(self, platform: RecorderPlatform) -> None:
         self._platform = platform
         self._recording: Recording | None = None
+        self._chain = object()
 
     def capture(self, body: Callable[[], None]) -> None:
         """Run `body` once and record it. After a refusal the graph is empty; others are untouched.
@@ -67,6 +68,16 @@ class RecorderGraph(GraphObject):
         Raises:
             GraphError: captured already, a capture inside another, a host sync or a shape that depends on
                 device values (both named, with the line).
+        """
+        with self.recording():
+            body()
+
+    @contextmanager
+    def recording(self, after: GraphObject | None = None) -> Iterator[None]:
+        """Record a block. Replays of a chain of segments leave each other's memory alone.
+
+        Raises:
+            GraphError: as `capture`.
         """
         if _active.get() is not None:
             raise GraphError(
@@ -83,15 +94,19 @@ class RecorderGraph(GraphObject):
                 hint="platform.new_graph()",
             )
         recording = Recording()
-        self._run_body(recording, body)
+        with self._recorded(recording):
+            yield
         if recording.broken is not None:
             raise recording.broken
         recording.memory.finish()
         self._recording = recording
+        if isinstance(after, RecorderGraph):
+            self._chain = after._chain
         if self._platform.poison:
             self._spoil()
 
-    def _run_body(self, recording: Recording, body: Callable[[], None]) -> None:
+    @contextmanager
+    def _recorded(self, recording: Recording) -> Iterator[None]:
         token = _active.set(recording)
         try:
             with ExitStack() as stack:
@@ -103,7 +118,7 @@ class RecorderGraph(GraphObject):
                     torch.no_grad(), marked_as_capturing(), CallMode(recording), OpMode(recording)
                 ):  # fmt: skip
                     stack.enter_context(context)
-                body()
+                yield
         finally:
             _active.reset(token)
 
@@ -178,8 +193,9 @@ class RecorderPlatform(GraphPlatform):
     """Makes recorded graphs.
 
     Attributes:
-        poison: a replay overwrites the memory of all other graphs of this platform with NaN, a capture leaves
-            NaN in its results, and unwritten memory is NaN. What a shared pool *may* do, it then does.
+        poison: a replay overwrites the memory of all other graphs of this platform with NaN, but for those of
+            the same step; a capture leaves NaN in its results, and unwritten memory is NaN. What a shared
+            pool *may* do, it then does.
         seams: entered during a capture; the Triton kernels' is `kernels.triton.recording`'s.
     """
 
@@ -208,7 +224,7 @@ class RecorderPlatform(GraphPlatform):
         return sum(g.kept_bytes() for g in graphs) + max((g.peak_bytes() for g in graphs), default=0)
 
     def spoil_others(self, graph: RecorderGraph) -> None:
-        """NaN in the memory of every graph but this one."""
+        """NaN in the memory of every graph but this one and the other segments of its step."""
         for other in list(self._graphs):
-            if other is not graph:
+            if other._chain is not graph._chain:
                 other._spoil()

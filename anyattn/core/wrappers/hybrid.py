@@ -82,6 +82,16 @@ class HybridBackend(StepBackend):
         """The serving child's."""
         return self.child(mode).get_cuda_graph_seq_len_fill_value(mode, tokens_per_request)
 
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, batch: ForwardBatch) -> Plan:
+        """By the prefill child: segments read the same vectors in every mode."""
+        return self.prefill.init_forward_metadata_for_breakable_cuda_graph_capture(batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, captured: Plan, batch: ForwardBatch
+    ) -> None:
+        """By the same child."""
+        self.prefill.prepare_forward_metadata_for_breakable_cuda_graph_replay(captured, batch)
+
     def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:
         """To the child that verified."""
         self.child(batch.forward_mode).commit(batch, accepted_lens)
