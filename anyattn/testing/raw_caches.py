@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from anyattn.core.kv.pools.base import KVPool
+from anyattn.core.kv.pools.element_order import ElementOrder
 from anyattn.core.kv.pools.mha import MHAPool
+from anyattn.core.kv.pools.packed import PackedPool
 from anyattn.errors import PoolError
 
-__all__ = ["Chunked", "by_row", "raw_caches"]
+__all__ = ["Chunked", "Rows", "addressed", "raw_caches"]
 
 
 class Chunked:
@@ -36,22 +38,42 @@ class Chunked:
         self.storage.view(-1)[self._at(*at)] = values
 
 
-def by_row(storage: torch.Tensor, layout: str, *, values: bool) -> torch.Tensor | Chunked:
-    """Storage of keys (or of `values`) in `layout`, to be indexed with `(page, row)`: rows `[n, Hkv, D]`."""
-    if layout == "HND":
+class Packed:
+    """A cache in its library's own order, which its writer has shown."""
+
+    def __init__(self, storage: torch.Tensor, order: ElementOrder) -> None:
+        self.storage, self.order = storage, order
+
+    def __getitem__(self, at: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.order.get(self.storage, *at)
+
+    def __setitem__(self, at: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor) -> None:
+        self.order.put(self.storage, *at, values)
+
+
+Rows = torch.Tensor | Chunked | Packed
+"""Indexed with `(page, row)`: rows `[n, Hkv, D]`."""
+
+
+def addressed(storage: torch.Tensor, pool: KVPool, layer_id: int, *, values: bool) -> Rows:
+    """A tensor laid out as the pool's keys (or `values`) of a layer, to be indexed with `(page, row)`."""
+    if isinstance(pool, PackedPool):
+        return Packed(storage, pool.order(layer_id)[values])
+    if pool.layout == "HND":
         return storage.transpose(1, 2)
-    if layout == "NZ":  # K and V alike, in the order of VECTORISED_5D's K
+    if pool.layout == "NZ":  # K and V alike, in the order of VECTORISED_5D's K
         return Chunked(storage, rows=False)
-    return Chunked(storage, rows=values) if layout == "VECTORISED_5D" else storage
+    return Chunked(storage, rows=values) if pool.layout == "VECTORISED_5D" else storage
 
 
-def raw_caches(pool: KVPool, layer_id: int = 0) -> tuple[torch.Tensor | Chunked, torch.Tensor | Chunked]:
+def raw_caches(pool: KVPool, layer_id: int = 0) -> tuple[Rows, Rows]:
     """K and V storage; index each with `(slot // P, slot % P)` to read or write rows.
 
     Raises:
         PoolError: a pool without public storage tensors.
     """
-    if not isinstance(pool, MHAPool):
-        raise PoolError("no raw view of this pool", asked=type(pool).__name__, allowed="MHAPool")
+    if not isinstance(pool, (MHAPool, PackedPool)):
+        allowed = "MHAPool, PackedPool"
+        raise PoolError("no raw view of this pool", asked=type(pool).__name__, allowed=allowed)
     k, v = pool.key_cache(layer_id), pool.value_cache(layer_id)
-    return by_row(k, pool.layout, values=False), by_row(v, pool.layout, values=True)
+    return addressed(k, pool, layer_id, values=False), addressed(v, pool, layer_id, values=True)

@@ -229,7 +229,8 @@ def test_vllm_cpu_pages_and_pool() -> None:
     found = [r for r in RECORDS["intel_amx"].rows if r.method.startswith("vllm-cpu")]
     assert found
     for row in found:
-        assert row.layouts == ("CPU_PACKED",)
+        assert row.layouts == (f"CPU_{row.method.split()[1].upper()}",)
+        assert [(p.distribution, p.versions) for p in row.requires] == [("torch", "==2.13.*")]
         assert not row.pages.allows(1)
         if row.method != "vllm-cpu vec16":
             assert not row.pages.allows(16)

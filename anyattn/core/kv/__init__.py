@@ -5,6 +5,7 @@ from anyattn.core.kv.factory import create_pool
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
+from anyattn.core.kv.pools.packed import PackedFormat, PackedPool
 from anyattn.core.kv.pools.unified import UnifiedPool
 from anyattn.core.kv.pools.window import WindowPool, window_slots_for
 from anyattn.core.kv.request_table import RequestTable
@@ -17,6 +18,8 @@ __all__ = [
     "KVScale",
     "MHAPool",
     "MLAPool",
+    "PackedFormat",
+    "PackedPool",
     "RequestTable",
     "UnifiedPool",
     "VirtualIds",

@@ -13,8 +13,10 @@ from anyattn.core.dtypes import torch_dtype
 from anyattn.core.kv.pools.mha import LAYOUTS, MHAPool
 from anyattn.core.kv.pools.mla import MLAPool
 from anyattn.core.kv.pools.mla_split import SPLIT_LAYOUTS, SplitMLAPool
+from anyattn.core.kv.pools.packed import PackedPool
 from anyattn.core.kv.pools.unified import UnifiedPool
 from anyattn.core.kv.pools.window import WindowPool
+from anyattn.core.registry import load_target
 from anyattn.errors import PoolError
 
 if TYPE_CHECKING:
@@ -31,8 +33,10 @@ def create_pool(
     num_ids: int | None = None,
     k_scale: float | Sequence[float] = 1.0,
     v_scale: float | Sequence[float] = 1.0,
-) -> MHAPool | MLAPool:
+) -> MHAPool | MLAPool | PackedPool:
     """KV storage for every layer of `decision.request`, on its device, in its page size and layout.
+
+    A layout that only its own library writes is a `PackedPool`: the decided backend's class says how.
 
     Args:
         num_slots: usable token slots, a multiple of `decision.kv.page_size` (page 0 comes on top).
@@ -54,9 +58,9 @@ def create_pool(
         )
     check_whole("num_slots counts tokens", num_slots, 1, error=PoolError)
     known = dict.fromkeys((*LAYOUTS, *SPLIT_LAYOUTS))
-    if decision.kv.layout not in known:
-        raise PoolError("no pool for this layout", asked=decision.kv.layout, allowed=", ".join(known))
     try:
+        if decision.kv.layout not in known:
+            return _packed_pool(decision, num_slots, (window_slots, num_ids, k_scale, v_scale), list(known))
         return _pool(decision, num_slots, window_slots, num_ids, k_scale, v_scale)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -101,6 +105,29 @@ def _pool(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+
+
+def _packed_pool(
+    decision: Decision, num_slots: int, options: tuple[object, ...], known: list[str]
+) -> PackedPool:
+    """In the format of the decided backend's class, which `packed_format(layout, dtype)` of it makes."""
+    choice, layout = decision.decode, decision.kv.layout
+    adapter = None if choice.target is None else load_target(choice.target, choice.backend)
+    packed_format = getattr(adapter, "packed_format", None)
+    if packed_format is None:
+        raise PoolError("no pool for this layout", asked=layout, allowed=", ".join(known))
+    if options != (None, None, 1.0, 1.0):
+        raise PoolError(
+            f"a pool in {choice.backend}'s own format (window_slots, num_ids, k_scale, v_scale)",
+            asked=options,
+            allowed="none of them",
+            hint="leave them out, or select another backend",
+        )
+    dtype = torch_dtype(decision.request.dtype)
+    return PackedPool(
+        decision.request.specs, packed_format(layout, dtype), num_slots=num_slots,
+        page_size=decision.kv.page_size, dtype=dtype, device=decision.request.device,
+    )  # fmt: skip
 
 
 def _latent_pool(

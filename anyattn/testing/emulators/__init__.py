@@ -56,6 +56,7 @@ EMULATORS: dict[str, Emulator] = {
     "aiter_mla": Emulator("rocm:gfx942", partial(_from, "aiter")),
     "ascend": Emulator("ascend:910b", partial(_from, "torch_npu")),
     "ascend_mla": Emulator("ascend:910b", partial(_from, "torch_npu")),
+    "intel_amx": Emulator("cpu:amx", partial(_from, "vllm_cpu")),
     "wave": Emulator("rocm:gfx942", partial(_from, "wave")),
 }
 """By backend name; `NAME_mla` where a name has a second class."""

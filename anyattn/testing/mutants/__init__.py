@@ -6,7 +6,17 @@ threads in which that fault was found in some serving system.
 
 from __future__ import annotations
 
-from anyattn.testing.mutants import aiter, core, flash, flashinfer, hpc_ops, native, outsider, triton
+from anyattn.testing.mutants import (
+    aiter,
+    core,
+    flash,
+    flashinfer,
+    hpc_ops,
+    intel_amx,
+    native,
+    outsider,
+    triton,
+)
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 
 __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
@@ -18,6 +28,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "fa4": flash.FA4,
     "aiter": aiter.MUTANTS,
     "hpc_ops": hpc_ops.MUTANTS,
+    "intel_amx": intel_amx.MUTANTS,
     "flashinfer": flashinfer.MUTANTS,
 }
 """By the backend that shows them."""
