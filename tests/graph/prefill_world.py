@@ -11,9 +11,9 @@ from torch import nn
 import anyattn
 from anyattn.core.graph.token_buckets import TokenBuckets
 
-__all__ = ["BUCKETS", "Model", "World"]
+__all__ = ["BUCKETS", "CONTEXT", "HEADS", "SIZE", "Model", "World"]
 
-HEADS, SIZE, WIDTH, PAGE, CONTEXT = (4, 2), 8, 24, 4, 64
+HEADS, SIZE, WIDTH, PAGE, CONTEXT = (4, 2), 16, 24, 4, 64
 BUCKETS = TokenBuckets([8, 16, 32])
 
 
@@ -22,8 +22,9 @@ class Model(nn.Module):
 
     def __init__(self, spec: anyattn.AttentionSpec, layers: int, *, flat: bool = True) -> None:
         super().__init__()
-        rows = (HEADS[0] * SIZE, HEADS[1] * SIZE, HEADS[1] * SIZE)
-        self.rows, self.flat = rows, flat
+        size = spec.head_dim
+        rows = (HEADS[0] * size, HEADS[1] * size, HEADS[1] * size)
+        self.rows, self.size, self.flat = rows, size, flat
         self.qkv = nn.ModuleList(nn.Linear(WIDTH, sum(rows)) for _ in range(layers))
         self.attention = nn.ModuleList(anyattn.AttentionLayer(spec, i) for i in range(layers))
         self.back = nn.ModuleList(nn.Linear(rows[0], WIDTH) for _ in range(layers))
@@ -33,7 +34,7 @@ class Model(nn.Module):
         for project, attention, back in zip(self.qkv, self.attention, self.back, strict=True):
             q, k, v = project(x).split(self.rows, dim=1)
             if not self.flat:
-                q, k, v = (t.unflatten(1, (-1, SIZE)) for t in (q, k, v))
+                q, k, v = (t.unflatten(1, (-1, self.size)) for t in (q, k, v))
             out = attention(q, k, v, batch).flatten(1)
             first = out if first is None else first  # an attention output that later segments read
             x = x + torch.tanh(back(out) + first.mean(1, keepdim=True))
@@ -44,33 +45,41 @@ class World:
     """A backend, a model on it, and batches of any lengths at shuffled slots."""
 
     def __init__(
-        self, *, backend: str = "torch_native", layers: int = 2, requests: int = 4, **spec: object
+        self,
+        *,
+        backend: str = "torch_native",
+        layers: int = 2,
+        requests: int = 4,
+        size: int = SIZE,
+        page: int = PAGE,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        **spec: object,
     ) -> None:
         torch.manual_seed(0)
-        made = anyattn.AttentionSpec(num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=SIZE, **spec)
+        made = anyattn.AttentionSpec(num_q_heads=HEADS[0], num_kv_heads=HEADS[1], head_dim=size, **spec)
         self.limits = anyattn.Limits(
             max_requests=requests, max_tokens=BUCKETS.largest, max_context=CONTEXT, max_draft_tokens=4
         )
         decision = anyattn.select(
             [made] * layers,
-            dtype="float32",
-            device="cpu",
+            dtype=dtype,
+            device=device,
             backend=backend,
-            page_size=PAGE,
+            page_size=page,
             limits=self.limits,
         )
         self.pool = anyattn.kv.create_pool(decision, num_slots=requests * CONTEXT)
-        self.table = anyattn.kv.RequestTable(max_requests=requests, max_context=CONTEXT)
+        self.table = anyattn.kv.RequestTable(max_requests=requests, max_context=CONTEXT, device=device)
         self.backend = anyattn.create_backend(decision, self.pool, self.table)
-        self.model = Model(made, layers)
-        pages = torch.randperm(requests * CONTEXT // PAGE) + 1
-        self.table.req_to_token[:requests] = (
-            (pages[:, None] * PAGE + torch.arange(PAGE)).reshape(requests, CONTEXT).int()
-        )
+        self.model = Model(made, layers).to(device, dtype)
+        pages = torch.randperm(requests * CONTEXT // page) + 1
+        slots = (pages[:, None] * page + torch.arange(page)).reshape(requests, CONTEXT).int()
+        self.table.req_to_token[:requests] = slots.to(device)
         for layer in range(layers):
-            self.pool.key_cache(layer).normal_()
-            self.pool.value_cache(layer).normal_()
-        self.x = torch.zeros(BUCKETS.largest, WIDTH)
+            for cache in self.pool.caches(layer):
+                cache.normal_()
+        self.x = torch.zeros(BUCKETS.largest, WIDTH, device=device, dtype=dtype)
 
     def body(self, batch: anyattn.ForwardBatch, x: torch.Tensor) -> torch.Tensor:
         return self.model(x, batch)
@@ -85,7 +94,7 @@ class World:
         rows = random.sample(range(self.limits.max_requests), len(new))
         prefix = [random.randint(0, CONTEXT - n) for n in new]
         batch = anyattn.ForwardBatch.extend(rows, prefix, new, self.slots(rows, prefix, new), **options)
-        return batch, torch.randn(sum(new), WIDTH)
+        return batch, torch.randn(sum(new), WIDTH).to(self.x)
 
     @torch.no_grad()
     def eager(self, batch: anyattn.ForwardBatch, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from prefill_world import BUCKETS, CONTEXT, Model, World
+from prefill_world import BUCKETS, CONTEXT, HEADS, SIZE, Model, World
 
 import anyattn
 from anyattn.core.graph.breakable import BreakableRunner
@@ -76,7 +76,7 @@ def test_attention_runs_on_real_rows_and_padded_rows_of_static_outputs_are_zero(
     calls = [step for step in entry.steps if isinstance(step, EagerCall)]
     assert (len(calls), entry.num_graphs, entry.num_tokens) == (2, 3, 16)
     for call in calls:
-        assert call.out.shape == (16, 32)
+        assert call.out.shape == (16, HEADS[0] * SIZE)
         assert torch.all(call.out[9:] == 0)
         assert torch.all(call.out[:9].abs().sum(1) > 0)
 
@@ -89,7 +89,7 @@ def test_outputs_are_shared_by_buckets_and_not_by_layers(make: Make) -> None:
     ]
     assert by_layer[0] == by_layer[1] == by_layer[2]
     assert len(by_layer[0]) == 2
-    assert runner.output_bytes == 2 * BUCKETS.largest * 32 * 4
+    assert runner.output_bytes == 2 * BUCKETS.largest * HEADS[0] * SIZE * 4
 
 
 def test_a_replay_runs_none_of_the_models_python(make: Make) -> None:
@@ -159,7 +159,7 @@ def test_lse_outputs_and_calls_without_storing(flat: bool) -> None:
     def body(batch: anyattn.ForwardBatch, x: torch.Tensor) -> dict[str, torch.Tensor]:
         q, k, v = model.qkv[0](x).split(model.rows, dim=1)
         if not flat:
-            q, k, v = (t.unflatten(1, (-1, 8)) for t in (q, k, v))
+            q, k, v = (t.unflatten(1, (-1, SIZE)) for t in (q, k, v))
         out, lse = layer(q, k, v, batch, return_lse=True, save_kv_cache=False)
         return {"out": out * 2, "lse": lse + 1}
 
