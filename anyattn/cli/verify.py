@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="latent models (MLA); a backend that serves no others needs no asking",
     )
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="capture and replay whatever is declared for graphs (--cases: replays of each)",
+    )
     parser.add_argument("--cases", type=int, metavar="N", help="cases of a full run (default: 4000)")
     parser.add_argument("--random", type=int, metavar="N", help="N random cases in place of the plan")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: 1, --full: the cores)")
@@ -61,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         UnknownNameError: a backend, check or device nobody knows. ConfigError: a case that can't be.
         SelectionError: the backend doesn't serve this machine.
     """
+    from anyattn.cli.verify_graphs import verify_graphs
     from anyattn.cli.verify_latent import serves_latents_alone, verify_latents
     from anyattn.testing.subject import default_device, needs_interpreter
 
@@ -76,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         and os.environ.get("TRITON_INTERPRET") != "1"
     ):
         return _again_interpreted(args, device)
+    if args.graphs:
+        return verify_graphs(args, device)
     host = args.assume or (_emulated_host(args) if args.emulated else None)
     if args.latent or serves_latents_alone(args.backend, device, host):
         return verify_latents(args, device, host)
@@ -90,7 +98,7 @@ def _again_interpreted(args: argparse.Namespace, device: str) -> int:
     """Triton reads the variable when kernels are decorated: a process of its own has it from the start."""
     command = [sys.executable, "-m", "anyattn.cli.main", "verify", args.backend, "--device", device]
     command += ["--seed", str(args.seed), "--check", args.check]
-    for name in ("quick", "full", "mutants", "latent", "json"):
+    for name in ("quick", "full", "mutants", "latent", "graphs", "json"):
         command += [f"--{name}"] if getattr(args, name) else []
     for name in ("cases", "random", "workers", "write", "case"):
         value = getattr(args, name)

@@ -155,7 +155,7 @@ def padding(labs: Labs) -> list[str]:
     """A step of padding alone stays finite; what page 0 holds reaches no request; storage stays as it was."""
     lab, runner = labs.lab, labs.runner
     found = labs.judged(lab.draw(max(whole_buckets(lab)) - 1))
-    nobody = _padding_alone(lab, 3)  # and one more in a bucket of 4
+    nobody = _padding_alone(lab, min(3, max(whole_buckets(lab))))  # and one more in a bucket of 4
     before = _storage(lab)
     done = replayed(lab, runner, nobody)
     if not done.finite:

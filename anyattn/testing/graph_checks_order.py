@@ -33,7 +33,7 @@ def read_done(labs: Labs) -> list[str]:
 
 def _overwritten(labs: Labs, early: bool) -> list[str]:
     lab, runner = labs.lab, labs.early if early else labs.runner
-    found = []
+    found: list[str] = []
     for on_device in (False, True):
         step = lab.draw(max(whole_buckets(lab)) - 1, on_device=on_device)
         lab.fill_mask(step)

@@ -51,13 +51,14 @@ class GraphResult:
 
 @dataclass(frozen=True)
 class GraphSubject:
-    """The backend under test. `host` is emulated, or None."""
+    """The backend under test. `host` is emulated, or None; `buckets`: others than the setups', for speed."""
 
     record: BackendRecord
     facts: HostFacts
     device: str
     host: str | None = None
     kinds: tuple[ModelKind, ...] = _KINDS
+    buckets: tuple[int, ...] = ()
 
     @property
     def large(self) -> bool:
@@ -66,12 +67,15 @@ class GraphSubject:
 
     def setups(self) -> list[GraphSetup]:
         """All of `kinds` that have an adapter, as declared for this chip."""
-        return [
+        found = [
             setup
             for kind in self.kinds
             if kind in self.record.targets
             for setup in setups(self._rows(kind), latent=kind is ModelKind.MLA, large=self.large)
         ]
+        if not self.buckets:
+            return found
+        return [replace(s, sizes=replace(s.sizes, buckets=self.buckets)) for s in found]
 
     def _rows(self, kind: ModelKind) -> tuple[CapabilityRow, ...]:
         rows = tuple(r for r in self.record.rows if kind in r.kinds and r.serves(self.facts.target))

@@ -17,8 +17,9 @@ _REPLAYS = 8
 
 
 def graph_mutants(subject: GraphSubject) -> tuple[GraphMutant, ...]:
-    """Those that the backend can show: of what all share, and of its own kind of tables."""
-    return GRAPH_MUTANTS.get(subject.record.name, SHARED)
+    """Those that the backend can show; what breaks the capture itself comes last."""
+    mutants = GRAPH_MUTANTS.get(subject.record.name, SHARED)
+    return tuple(sorted(mutants, key=lambda mutant: mutant.name == SHARED[-1].name))
 
 
 def hunt_graphs(subject: GraphSubject, mutants: Sequence[GraphMutant] | None = None) -> list[Caught]:
@@ -34,9 +35,9 @@ def _hunted(mutant: GraphMutant, subject: GraphSubject, setups: Sequence[GraphSe
         with applied(mutant), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for result in run_setup(subject, setup, (mutant.check,), _REPLAYS):
+                where = f"{result.check} of {result.setup}"
                 for fault in result.faults:
-                    if any(word in f"{result.check}: {fault}" for word in mutant.names):
-                        where = f"{result.check} of {result.setup}"
+                    if any(word in f"{where}: {fault}" for word in mutant.names):
                         return Caught(mutant.name, mutant.report, where, fault, unnamed)
                     unnamed += 1
     except MutantError as error:

@@ -89,7 +89,7 @@ SHARED: tuple[GraphMutant, ...] = (
         where=f"{_PADDER}._batch",
         old="num_padding_requests=batch.num_padding_requests + added",
         new="num_padding_requests=added",
-        names=("padding: req_pool_indices out of range",),
+        names=("req_pool_indices out of range",),
     ),
     GraphMutant(
         name="inputs behind the batch are an earlier step's",
@@ -146,14 +146,6 @@ SHARED: tuple[GraphMutant, ...] = (
         old="ends = self._read_ends(batch.forward_mode)",
         new="ends = self._read_ends(batch.forward_mode)\n    int(entry.plan.seq_lens[:1].max())",
         names=("host sync",),
-    ),
-    GraphMutant(
-        name="sync inside the graph",
-        check="replays",
-        where=f"{_CONTRACT}.init_forward_metadata_in_graph",
-        old="self.compiler.fill(plan)",
-        new="self.compiler.fill(plan)\n    plan.seq_lens.max().item()",
-        names=("can't be captured", "the capture failed"),
     ),
     GraphMutant(
         name="allocation before each replay",
@@ -219,8 +211,16 @@ SHARED: tuple[GraphMutant, ...] = (
         new="pass",
         names=("staging buffer was reused early",),
     ),
+    GraphMutant(
+        name="sync inside the graph",
+        check="replays",
+        where=f"{_CONTRACT}.init_forward_metadata_in_graph",
+        old="self.compiler.fill(plan)",
+        new="self.compiler.fill(plan)\n    plan.seq_lens.max().item()",
+        names=("can't be captured", "the capture failed"),
+    ),
 )
-"""In code that all backends share."""
+"""In code that all backends share. The last breaks the capture itself."""
 
 _MASKS = (
     GraphMutant(
@@ -314,7 +314,7 @@ _FUSED = (
         where="anyattn.kernels.triton.metadata_launch:_slot",
         old="return (table.kv_start,",
         new="return (table.kv_start.clone(),",
-        names=("kv_start of table",),
+        names=("window",),
     ),
 )
 """For backends whose tables a kernel of ours fills."""
