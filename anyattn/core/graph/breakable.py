@@ -88,7 +88,7 @@ class BreakableRunner:
         self.buckets = token_buckets or TokenBuckets.up_to(limits.max_tokens)
         self.inputs = dict(inputs or {})
         self.read_done: Fence = platform.new_fence()
-        """Behind it, nothing of the last replay reads what a scheduler owns: request tables, the batch."""
+        """Behind it, nothing of the last replay reads what a scheduler owns: request tables, batch, inputs."""
         self._body, self._with_metadata = body, captured_metadata
         self._captured: dict[int, CapturedSegments] = {}
         self._traits: dict[ForwardMode, Traits] = {}
@@ -210,10 +210,10 @@ class BreakableRunner:
         if entry.metadata is not None:
             padded = segment_batch(batch, self.limits.max_requests, entry.num_tokens, self.backend.table)
             self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(entry.metadata, padded)
-        if self._traits_of(batch.forward_mode).shared_read_ends <= SharedReadEnds.IN_REPLAY:
-            self.read_done.record()
         for name, value in inputs.items():
             copy_in(entry.inputs[name], value)
+        if self._traits_of(batch.forward_mode).shared_read_ends <= SharedReadEnds.IN_REPLAY:
+            self.read_done.record()
         return plan
 
     def can_replay(self, batch: ForwardBatch) -> str | None:
