@@ -88,7 +88,7 @@ class BreakableRunner:
         self.buckets = token_buckets or TokenBuckets.up_to(limits.max_tokens)
         self.inputs = dict(inputs or {})
         self.read_done: Fence = platform.new_fence()
-        """Behind it, nothing of the last replay reads what a scheduler owns: request tables, batch, inputs."""
+        """Behind it, nothing of the last replay reads what a scheduler owns: tables, batch, inputs."""
         self._body, self._with_metadata = body, captured_metadata
         self._captured: dict[int, CapturedSegments] = {}
         self._traits: dict[ForwardMode, Traits] = {}
