@@ -81,6 +81,16 @@ def test_attention_runs_on_real_rows_and_padded_rows_of_static_outputs_are_zero(
         assert torch.all(call.out[:9].abs().sum(1) > 0)
 
 
+def test_inputs_behind_the_step_are_zero(make: Make) -> None:
+    world, runner = make()
+    full, x = world.extend([16])
+    runner.replay(full, x=x)
+    batch, x = world.extend([11])
+    runner.replay(batch, x=x)
+    assert torch.equal(world.x[:11], x)
+    assert torch.all(world.x[11:16] == 0)
+
+
 def test_outputs_are_shared_by_buckets_and_not_by_layers(make: Make) -> None:
     _, runner = make()
     entries = [runner._captured[size] for size in BUCKETS.sizes]
@@ -169,7 +179,9 @@ def test_lse_outputs_and_calls_without_storing(flat: bool) -> None:
     )  # fmt: skip
     runner.capture()
     batch, x = world.extend([3, 2])
+    before = world.pool.key_cache(0).clone()
     got = {name: value.clone() for name, value in runner.replay(batch, x=x).items()}
+    assert torch.equal(world.pool.key_cache(0), before)
     world.body = body
     want = world.eager(batch, x)
     for name in ("out", "lse"):
