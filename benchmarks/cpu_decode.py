@@ -29,7 +29,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import anyattn
-from anyattn.backends.intel.vllm_cpu import ISA_OF_LAYOUT, load_kernels
+from anyattn.backends.intel.vllm_cpu_pages import ISA_OF_LAYOUT
+from anyattn.kernels.vllm_cpu import load_kernels
 
 BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 8, 32, 8, 128, 2048
 OURS, DIRECT, READ = "intel_amx, a layer's call", "vllm-cpu's operators, called directly", "read of the KV"

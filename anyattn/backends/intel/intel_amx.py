@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyattn.backends.intel.vllm_cpu import ISA_OF_LAYOUT, Kernels, load_kernels, packed_format
+from anyattn.backends.intel.vllm_cpu_pages import ISA_OF_LAYOUT, packed_format
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
@@ -20,6 +20,7 @@ from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.traits import SharedReadEnds, Traits
 from anyattn.errors import PoolError
+from anyattn.kernels.vllm_cpu import Kernels, load_kernels
 
 __all__ = ["IntelAMX"]
 
@@ -56,7 +57,7 @@ class IntelAMX(AttentionBackend):
 
     @classmethod
     def packed_format(cls, layout: str, dtype: torch.dtype) -> PackedFormat:
-        """How `create_pool` lays out pages for this backend. Raises as `vllm_cpu.packed_format`."""
+        """How `create_pool` lays out pages for this backend. Raises as `vllm_cpu_pages.packed_format`."""
         return packed_format(layout, dtype)
 
     def traits(self, mode: ForwardMode) -> Traits:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.backends.intel import vllm_cpu
+from anyattn.backends.intel import vllm_cpu_pages
 from anyattn.core.kv.pools.packed import PackedPool
 from anyattn.errors import BackendBuildError, PoolError, SelectionError
+from anyattn.kernels import vllm_cpu
 from anyattn.testing.builder import build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Subject
@@ -163,7 +164,7 @@ def test_pools_are_the_librarys_own_pages() -> None:
             with pytest.raises(PoolError, match="own format"):
                 anyattn.kv.create_pool(world.decision, num_slots=64, **options)
         with pytest.raises(PoolError, match="CPU_VEC16"):
-            vllm_cpu.packed_format("NHD", torch.float32)
+            vllm_cpu_pages.packed_format("NHD", torch.float32)
 
 
 def test_another_torch_is_refused_by_name() -> None:

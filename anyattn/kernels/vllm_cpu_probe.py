@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from anyattn.backends.intel.vllm_cpu import load_kernels
+from anyattn.kernels.vllm_cpu import load_kernels
 
 __all__ = ["KERNELS"]
 
