@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from enum import Enum
 from typing import Any, Literal
 
@@ -334,5 +335,16 @@ class ForwardBatch:
         )
 
     def view(self, **fields: Any) -> ForwardBatch:
-        """A copy with other fields and a new identity, unchecked: for replay buffers."""
-        return replace(self, serial=next(_serials), **fields)
+        """A copy with other fields and a new identity, unchecked: for replay buffers.
+
+        Raises:
+            TypeError: a field that a batch doesn't have.
+        """
+        if not fields.keys() <= _FIELDS:
+            raise TypeError(f"ForwardBatch has no field {', '.join(sorted(fields.keys() - _FIELDS))}")
+        made = object.__new__(ForwardBatch)  # `dataclasses.replace` takes ten times as long, once a step
+        made.__dict__.update(self.__dict__, serial=next(_serials), **fields)
+        return made
+
+
+_FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial"}

@@ -26,6 +26,6 @@ def hashed_once(cls: T) -> T:
     def __getstate__(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    cls.__hash__ = __hash__  # type: ignore[method-assign]
-    cls.__getstate__ = __getstate__  # type: ignore[attr-defined]
+    for method in (__hash__, __getstate__):
+        setattr(cls, method.__name__, method)
     return cls

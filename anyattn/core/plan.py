@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -179,7 +179,9 @@ class Plan:
 
     def retarget(self, batch: ForwardBatch) -> None:
         """From now on this plan stands for `batch`, of the same shape: values change, tensors stay."""
-        self.batch, self.key = batch, replace(self.key, serial=batch.serial)
+        key = self.key
+        self.batch = batch
+        self.key = PlanKey(batch.serial, key.owner, key.mode, key.num_requests, key.num_tokens)
         for name in ("host_seq_lens", "host_extend_lens"):
             self.__dict__.pop(name, None)
 

@@ -106,8 +106,9 @@ def run_graph_check(name: str, labs: Labs) -> list[str]:
 
 
 def _sizes(buckets: tuple[int, ...]) -> Iterator[int]:
-    """Numbers of requests: down and up through all buckets, each full, one under, and one over the last."""
-    falling = sorted({n for b in buckets for n in (b, b - 1) if n}, reverse=True)
+    """Numbers of requests: down and up through all buckets, each full, one under, and barely entered."""
+    entered = zip((0, *buckets), buckets, strict=False)
+    falling = sorted({n for least, b in entered for n in (b, b - 1, least + 1) if n}, reverse=True)
     return itertools.cycle([*falling, *falling[-2:0:-1]])
 
 
@@ -155,7 +156,7 @@ def padding(labs: Labs) -> list[str]:
     """A step of padding alone stays finite; what page 0 holds reaches no request; storage stays as it was."""
     lab, runner = labs.lab, labs.runner
     found = labs.judged(lab.draw(max(whole_buckets(lab)) - 1))
-    nobody = _padding_alone(lab, min(3, max(whole_buckets(lab))))  # and one more in a bucket of 4
+    nobody = _padding_alone(lab, min(3, max(whole_buckets(lab))))  # and one more in the largest bucket
     before = _storage(lab)
     done = replayed(lab, runner, nobody)
     if not done.finite:

@@ -37,7 +37,7 @@ class Sizes:
     page_size: int = 4
     layout: str = "NHD"
     max_context: int = 40
-    buckets: tuple[int, ...] = (1, 2, 4)
+    buckets: tuple[int, ...] = (1, 2, 5)
     latent: tuple[int, int] | None = None
 
     def spec(self, window: int | None, sinks: bool) -> AttentionSpec:

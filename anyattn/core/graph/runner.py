@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
-from anyattn.core.capturing import is_capturing
 from anyattn.core.context import forward_context
 from anyattn.core.graph.admission import check_capturable, check_replayable, example_batch
 from anyattn.core.graph.buckets import Buckets, GraphKey
 from anyattn.core.graph.objects import Fence, GraphObject, GraphPlatform
 from anyattn.core.graph.padding import Padder
+from anyattn.core.graph.static import PoolGuard, copy_in, cut
 from anyattn.core.masks import VerifyMask
 from anyattn.core.plan import Plan
 from anyattn.core.spec import Limits
 from anyattn.core.traits import SharedReadEnds
-from anyattn.errors import GraphError, PoolError
+from anyattn.errors import GraphError
 
 __all__ = ["Body", "Captured", "GraphRunner"]
 
@@ -43,6 +43,7 @@ class Captured:
     inputs: Mapping[str, torch.Tensor]
     outputs: Any
     nbytes: int
+    read_ends: SharedReadEnds
 
 
 class GraphRunner:
@@ -73,11 +74,10 @@ class GraphRunner:
         self.read_done: Fence = platform.new_fence()
         """Behind it, nothing of the last replay reads what a scheduler owns: request tables, the batch."""
         self._body, self._early = body, early_tables
-        self._captured: dict[GraphKey, Captured] = {}
+        self._captured: dict[tuple[ForwardMode, int, int, str], Captured] = {}
         self._masks: dict[tuple[ForwardMode, int], VerifyMask | None] = {}
         backend.init_cuda_graph_state(limits)
-        self._pool = backend.pool
-        self._storage = storage_address(backend.pool)
+        self._guard = PoolGuard(backend)
 
     # -- capture -------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class GraphRunner:
             GraphError: the backend can't capture this mode (it says why), a capture inside another one, or
                 one that failed.
         """
-        self._check_idle("capture")
+        self._guard.check_idle("capture")
         check_capturable(self.backend, mode, tokens_per_request, self.limits)
         for size in reversed(self.buckets.sizes):
             if size * tokens_per_request <= self.limits.max_tokens:
@@ -133,7 +133,9 @@ class GraphRunner:
         graph = self.platform.new_graph()
         graph.capture(run)
         nbytes = self.platform.memory_bytes() - before
-        self._captured[key] = Captured(key, graph, plan, padder, inputs, outputs, nbytes)
+        ends = self.backend.traits(mode).shared_read_ends
+        made = Captured(key, graph, plan, padder, inputs, outputs, nbytes, ends)
+        self._captured[mode, size, tokens, form] = made
 
     # -- replay --------------------------------------------------------------------------------------
 
@@ -147,71 +149,43 @@ class GraphRunner:
                 differ, another mask, a pool that was replaced, a capture going on. Nothing was changed then.
             BatchError, HostLengthError: as in eager preparation.
         """
-        self._check_idle("replay")
+        self._guard.check_idle("replay")
         entry = self.entry(batch)
         self.prepare(entry, batch, inputs)
         entry.graph.replay()
-        if self._read_ends(batch.forward_mode) > SharedReadEnds.IN_REPLAY or not self._early:
+        if entry.read_ends > SharedReadEnds.IN_REPLAY or not self._early:
             self.read_done.record()
-        return _cut(entry.outputs, batch.num_tokens, entry.key.num_tokens)
+        return cut(entry.outputs, batch.num_tokens, entry.key.num_tokens)
 
     def entry(self, batch: ForwardBatch) -> Captured:
         """The captured graph that `batch` runs in. Raises `GraphError` as `replay`."""
-        self._check_pool()
+        self._guard.check_pool()
         tokens, mask = check_replayable(batch, self._masks)
-        key = GraphKey(batch.forward_mode, self.buckets.fit(batch.batch_size), tokens, mask=mask)
-        if key not in self._captured:
+        size = self.buckets.fit(batch.batch_size)
+        found = self._captured.get((batch.forward_mode, size, tokens, mask))
+        if found is None:
             raise GraphError(
                 "this step was never captured",
-                asked=str(key),
-                allowed=", ".join(str(k) for k in self._captured) or "nothing yet",
+                asked=str(GraphKey(batch.forward_mode, size, tokens, mask=mask)),
+                allowed=", ".join(str(each.key) for each in self._captured.values()) or "nothing yet",
                 hint=f"runner.capture(ForwardMode.{batch.forward_mode.name}, tokens_per_request={tokens})",
             )
-        return self._captured[key]
+        return found
 
     def prepare(self, entry: Captured, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> None:
         """All that happens before the graph starts: padding, checks, upload, planning, static inputs."""
         padded = entry.padder.pad(batch, entry.plan)
         plan = self.backend.init_forward_metadata_out_graph(padded, captured=entry.plan)
-        ends = self._read_ends(batch.forward_mode)
         if self._early:
             self.backend.init_forward_metadata_in_graph(plan)
-        if self._early and ends <= SharedReadEnds.IN_REPLAY:
+        if self._early and entry.read_ends <= SharedReadEnds.IN_REPLAY:
             self.read_done.record()
         for name, value in inputs.items():
-            static, rows = entry.inputs[name], value.shape[0]
-            static[:rows].copy_(value, non_blocking=True)
-            if rows < static.shape[0]:
-                static[rows:].zero_()
-
-    def _read_ends(self, mode: ForwardMode) -> SharedReadEnds:
-        ends: SharedReadEnds = self.backend.traits(mode).shared_read_ends
-        return ends
-
-    def _check_idle(self, what: str) -> None:
-        """Raises `GraphError` while a graph is captured: the outer graph would record the preparation."""
-        if is_capturing(self.backend.pool.device):
-            raise GraphError(
-                f"{what} inside another capture",
-                asked=f"a {what} while a graph is captured",
-                allowed="captures and replays one after another",
-                hint=f"{what} before or after the other capture",
-            )
-
-    def _check_pool(self) -> None:
-        """Raises `GraphError` where the KV that the graphs read is no longer the backend's."""
-        if self.backend.pool is self._pool and storage_address(self._pool) == self._storage:
-            return
-        raise GraphError(
-            "the KV pool was replaced, or its storage moved, after the capture",
-            asked="a replay that would read the old memory",
-            allowed="the pool that was captured with",
-            hint="make a new GraphRunner, and capture again",
-        )
+            copy_in(entry.inputs[name], value)
 
     def memory(self) -> list[tuple[GraphKey, int]]:
         """Bytes that each capture added on the device, in the order of capture."""
-        return [(key, entry.nbytes) for key, entry in self._captured.items()]
+        return [(entry.key, entry.nbytes) for entry in self._captured.values()]
 
     def can_replay(self, batch: ForwardBatch) -> str | None:
         """None if `replay` would take the batch, else the reason."""
@@ -220,24 +194,3 @@ class GraphRunner:
         except GraphError as error:
             return str(error)
         return None
-
-
-def storage_address(pool: Any) -> int:
-    """Where the first layer's storage begins; 0 for pools whose storage nobody else may address."""
-    try:
-        return int(pool.caches(0)[0].data_ptr())
-    except PoolError:
-        return 0
-
-
-def _cut(outputs: Any, tokens: int, padded: int) -> Any:
-    """The rows of real tokens, in the structure that the body returned."""
-    if tokens == padded:
-        return outputs
-    if isinstance(outputs, torch.Tensor):
-        return outputs[:tokens]
-    if isinstance(outputs, Mapping):
-        return {name: _cut(value, tokens, padded) for name, value in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        return tuple(_cut(value, tokens, padded) for value in outputs)
-    return outputs

@@ -38,7 +38,7 @@ class PoolGuard:
             "the KV pool was replaced, or its storage moved, after the capture",
             asked="a replay that would read the old memory",
             allowed="the pool that was captured with",
-            hint="make a new runner, and capture again",
+            hint="make a new GraphRunner, and capture again",
         )
 
 
