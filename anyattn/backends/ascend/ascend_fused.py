@@ -48,12 +48,15 @@ def check_requests(config: BackendConfig) -> None:
         )
 
 
-def key_lengths(plan: Plan, listed: list[int]) -> list[int]:
-    """`listed` keys of each request; 0 for padded rows of a decode step, which then read nothing."""
+def key_lengths(plan: Plan, listed: list[int], *, padded: int = 0) -> list[int]:
+    """`listed` keys of each request; `padded` for padded rows of a decode step: with 0 they read nothing.
+
+    In TND a mask needs as many keys as queries: both engines pad with one key, of block 0.
+    """
     pads = plan.batch.num_padding_requests
     if not pads or plan.key.mode is not ForwardMode.DECODE:
         return listed
-    return [*listed[: len(listed) - pads], *[0] * pads]
+    return [*listed[: len(listed) - pads], *[padded] * pads]
 
 
 def captured_rows(plan: Plan, *, in_capture: bool) -> int:
@@ -140,7 +143,7 @@ class FusedInfer:
         seen = {} if one_token else sparsity(self._causal(plan, group), window, self._mask)
         return FusedCall.of(
             self._operators[group.sinks], layout, group.scale, group.num_kv_heads, lens,
-            key_lengths(plan, table.host.kv_lens.tolist()),
+            key_lengths(plan, table.host.kv_lens.tolist(), padded=0 if one_token else 1),
             block_table=table.blocks, block_size=table.form.kernel_page, **seen,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ HALVES = (torch.float16, torch.bfloat16)
 UNBOUNDED = 2147483647
 ROPE = 64
 _LATENT = 512
+_TND_DIMS = ((64, 64), (128, 128), (192, 192), (192, 128))
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def checked_shape(fia: FIA) -> Shape:
     check(fia.layout in LAYOUTS, f"input_layout {fia.layout} isn't supported")
     shape = shape_of(fia.layout, fia.query, fia.heads)
     check(fia.heads % fia.kv_heads == 0, f"{fia.heads} heads aren't shared by {fia.kv_heads}")
-    check(fia.heads // fia.kv_heads <= 64, "the ratio of num_heads to num_key_value_heads is above 64")
+    few = fia.q_rope is not None or fia.heads // fia.kv_heads <= 64
+    check(few, "the ratio of num_heads to num_key_value_heads is above 64")
     check(fia.heads <= 256, "N is above 256")
     return shape
 
@@ -122,13 +124,9 @@ def check_call(fia: FIA, shape: Shape, q_lens: Sequence[int]) -> None:
 def _check_tnd(fia: FIA, shape: Shape) -> None:
     check(fia.sparse in (0, 3, 4), f"with TND sparse_mode can't be {fia.sparse}")
     check(fia.sparse != 0 or fia.mask is None, "with TND sparse_mode 0 takes no mask")
-    if fia.table is not None:
-        check(shape.dim <= 192, f"tiling failed: D {shape.dim} over pages in TND")
-        return
-    dims = (shape.dim, value_dim(fia))
-    check(fia.query.dtype == torch.bfloat16, "TND without pages takes bfloat16 alone")
-    check(dims in ((128, 128), (192, 128), (192, 192)), f"TND without pages: D {dims[0]}, Dv {dims[1]}")
-    check(fia.v2 or fia.kv_heads == fia.heads, "TND without pages: as many heads of K and V as of Q")
+    value = shape.dim if fia.table is not None else value_dim(fia)
+    text = f"When layout is TND, queryD({shape.dim}) and valueD({value}) must be same equal 192/128/64"
+    check((shape.dim, value) in _TND_DIMS, f"{text}, or 192 and 128")
 
 
 def _check_latent(fia: FIA, shape: Shape, q_lens: Sequence[int]) -> None:

@@ -7,12 +7,12 @@ Where documents and engines disagree:
   lengths of KV are per request then, cumulative without a table (both agree).
 * `sparse_mode=3` in TND asks for fewer queries than keys; engines pass as many of both for a prompt without
   a prefix, so that is taken, more queries than keys isn't.
-* TND without pages: bfloat16 of head sizes 128, 192 or 192/128 alone, as documented, though vllm-ascend runs
-  others.
+* TND is documented for bfloat16, D 128 or 192 and, in the first version, as many heads of K as of Q. The
+  tiling function's own text names 64, 128, 192 and 192/128 (vllm-ascend#4020, #9632), engines share heads and
+  pass the model's dtype: that is taken. Float16 in TND is proven by no document.
 * The band: `pre_tokens` keys before the own one are seen, as the documents' sample mask says (vllm-ascend
   passes W, SGLang W - 1). With one query a request and layouts other than TND, masks and band are ignored as
-  documented; TND has no such rule written for it.
-* Head sizes over pages in TND end at 192 (a tiling function refuses 256), whatever the documents' 512 says.
+  documented, though CANN's tiling does read `pre_tokens` there as a window; TND has no such rule.
 * Blocks of the pool may be fewer than the requests' blocks together: prefixes are shared.
 """
 
