@@ -87,7 +87,7 @@ def _fused(
 ) -> None:  # fmt: skip
     """torch's own fused attention, where it can say what is asked."""
     kv_heads, group = k.shape[1], spec.group_size
-    rows = _fold(q, kv_heads)[None]
+    rows = _aligned(_fold(q, kv_heads))[None]
     mask = None if seen is None else seen.repeat(group, 1)[None, None]
     keys, values = _aligned(k).transpose(0, 1)[None], _aligned(v).transpose(0, 1)[None]
     result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=spec.scale)
