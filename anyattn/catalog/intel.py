@@ -105,6 +105,7 @@ _ROWS = (
         graph=0,
         degraded="IPEX is archived; on AVX2 its decode took 118 ms where folded SDPA took 18",
         method="IPEX PagedAttention",
+        proof=Proof.CPU,
         source="vendor-apis §9, hardware-free-checks §4; window: unverified, left out",
     ),
 )

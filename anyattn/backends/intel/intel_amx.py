@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from anyattn.backends.intel.ipex import IpexAttention
 from anyattn.backends.intel.vllm_cpu_pages import ISA_OF_LAYOUT, packed_format
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
@@ -40,7 +41,16 @@ class _Layer:
 
 
 class IntelAMX(AttentionBackend):
-    """Pages in the library's own format; the pool's layout says which instruction set wrote them."""
+    """Pages in the library's own format; the pool's layout says which instruction set wrote them.
+
+    Where the row that passed is IPEX's, this makes an `IpexAttention`.
+    """
+
+    def __new__(cls, config: BackendConfig) -> AttentionBackend:  # type: ignore[misc]
+        """The adapter of the row's library."""
+        if config.row.method.startswith("IPEX"):
+            return IpexAttention(config)
+        return super().__new__(cls)
 
     def __init__(self, config: BackendConfig) -> None:
         """Raises `PoolError` for another pool, `BackendBuildError` where the library doesn't load."""
