@@ -197,6 +197,7 @@ def _phase_1(
     """Merges as many splits as a request has keys, at most all; 0 / 0 for a request without."""
     batch = logits.shape[1]
     check(out.shape[0] >= batch, f"illegal memory access: {batch} requests in out {list(out.shape)}")
+    check(indptr.shape[0] > batch, f"illegal memory access: {batch} requests, indptr {indptr.shape[0]}")
     wrong = out.dtype != known.written or out.shape[1:] != (known.heads, known.v_dim)
     if wrong or not _indices_fit(indptr) or not _fits(known, splits, batch, logits, largest):
         out.fill_(math.nan)

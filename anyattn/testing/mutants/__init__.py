@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from anyattn.testing.mutants import (
     aiter,
+    ascend,
     core,
     flash,
     flashinfer,
@@ -27,6 +28,7 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "fa3": flash.FA3,
     "fa4": flash.FA4,
     "aiter": aiter.MUTANTS,
+    "ascend": ascend.MUTANTS,
     "hpc_ops": hpc_ops.MUTANTS,
     "intel_amx": intel_amx.MUTANTS,
     "flashinfer": flashinfer.MUTANTS,
