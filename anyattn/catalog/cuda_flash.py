@@ -19,7 +19,16 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, ModelKind, PageSizes, Phase, Provider
+from anyattn.core.capabilities import (
+    CapabilityRow,
+    Feature,
+    HeadDims,
+    ModelKind,
+    PageSizes,
+    Phase,
+    Proof,
+    Provider,
+)
 
 __all__ = ["FA3_DENSE_ROWS", "FA3_MLA_ROWS", "FA4_DENSE_ROWS", "FA4_MLA_ROWS"]
 
@@ -115,6 +124,7 @@ FA3_DENSE_ROWS = (
         *HALVES,
         architectures=arch.SM90,
         providers=(_TOKENSPEED,),
+        proof=Proof.HARDWARE,
         runtime=">=12.3",
         head_dims=HeadDims(pairs=square(64, 128, 192, 256)),
         features=(*_PLAIN, *_ENCODER, Feature.SINKS),
@@ -127,6 +137,7 @@ FA3_DENSE_ROWS = (
         same=False,
         architectures=arch.SM90,
         providers=(_TOKENSPEED,),
+        proof=Proof.HARDWARE,
         runtime=">=12.3",
         head_dims=HeadDims(pairs=square(64, 128, 192, 256)),
         features=(*_PLAIN, Feature.KV_SCALES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from anyattn.catalog import architectures as arch
@@ -148,11 +149,13 @@ def _dense(chips: tuple[str, ...], fp8: tuple[str, ...]) -> tuple[CapabilityRow,
     return tuple(part for row in rows for part in _by_proof(row))
 
 
-def _by_proof(row: CapabilityRow) -> tuple[CapabilityRow, ...]:
+def _by_proof(
+    row: CapabilityRow, known: Mapping[str, Proof] = _PROOFS, others: Proof = Proof.UNTESTED
+) -> tuple[CapabilityRow, ...]:
     """One row for each way of proof among its chips."""
     proofs: dict[Proof, list[str]] = {}
     for chip in row.architectures:
-        proofs.setdefault(_PROOFS.get(chip, Proof.UNTESTED), []).append(chip)
+        proofs.setdefault(known.get(chip, others), []).append(chip)
     return tuple(
         dataclasses.replace(row, architectures=tuple(chips), proof=proof) for proof, chips in proofs.items()
     )
@@ -163,7 +166,7 @@ _TRITON_DENSE = tuple(row for chips, fp8 in _FP8 for row in _dense(chips, fp8))
 _SMALL_LDS = "rows of 576 in 64 KiB of LDS leave tiles of 16"
 
 _TRITON_MLA = tuple(
-    row
+    part
     for chips, fp8 in _FP8_MLA
     for row in _triton(
         chips,
@@ -175,10 +178,10 @@ _TRITON_MLA = tuple(
         features=(Feature.LOGIT_CAP, Feature.Q_ROPE, *_SCALED, *_MASKS),
         determinism=2,  # asked for: no splits, one tile size, absorbed always
         degraded=_SMALL_LDS if chips in (arch.GFX11, arch.GFX12) else None,
-        proof=Proof.INTERPRETER,
-        source="own kernels, run in the interpreter only: sglang-facts §3.1, §4.1 (SGLang's default on SM80 "
+        source="own kernels: sglang-facts §3.1, §4.1 (SGLang's default on SM80 "
         "to SM89, SM120 and for most head counts on HIP); LDS budget: ROCm/aiter#5229",
     )
+    for part in _by_proof(row, {"cuda:sm90": Proof.HARDWARE}, Proof.INTERPRETER)
 )
 
 # --- flex_attention --------------------------------------------------------------------------------
