@@ -17,7 +17,7 @@ def graph_platform(device: torch.device | str) -> GraphPlatform:
     Raises:
         GraphError: a device without graph objects here.
     """
-    kind = torch.device(device).type
+    kind = str(device).partition(":")[0]  # torch knows `npu` only where torch-npu is loaded
     if kind == "cuda":
         from anyattn.platforms.cuda_graphs import CUDAGraphPlatform
 
