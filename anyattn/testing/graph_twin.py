@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anyattn.core.batch import ForwardBatch
+from anyattn.core.batch import Exact, ForwardBatch
 from anyattn.core.context import forward_context
 from anyattn.core.plan import Plan
 from anyattn.testing.graph_lab import GraphLab, GraphStep
@@ -46,6 +46,11 @@ class EagerTwin:
             step.trees,
             padding=missing,
         )
+        if missing and fill != tokens:  # a decode of padding counts its own token, unless it is asked not to
+            seq_lens = batch.seq_lens.clone()
+            seq_lens[len(step.rows) :] = fill
+            exact = None if batch.exact is None else Exact(seq_lens.cpu(), batch.exact.extend_lens)
+            batch = batch.view(seq_lens=seq_lens, host_lens=batch.host_lens if exact is None else exact)
         return batch.view(captured_mode=lab.setup.mode)
 
     def padded_inputs(self, step: GraphStep, size: int) -> dict[str, torch.Tensor]:
