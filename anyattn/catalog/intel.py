@@ -59,7 +59,6 @@ _ROWS = (
         features=_FEATURES,
         layouts=(CPU_AMX,),
         method="vllm-cpu amx",
-        proof=Proof.EMULATED,
         source="vendor-apis §10.2, hardware-free-checks §5",
         **_VLLM,
     ),

