@@ -109,6 +109,9 @@ class FlashPlanner:
         if table is None:
             return self._ragged(plan, common)
         function = self.library.paged
+        if function.rectangular and plan.key.mode is ForwardMode.DECODE and not group.mla:
+            # One query each: FA3 then runs without the kernel that lays out varying lengths.
+            del common["cu_q"], common["max_q"]
         arguments = function.bind(
             table=table.blocks,
             used=table.kv_lens,
@@ -118,7 +121,7 @@ class FlashPlanner:
         call = GroupCall(function, arguments, table, causal)
         masked = plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS
         if self.library.schedule is not None and not masked:
-            call.schedule = self._schedule(plan, group, table, common)
+            call.schedule = self._schedule(plan, group, table, common, in_capture)
         if self._is_fresh(plan, group) and not (masked or in_capture):
             call.fresh = self._ragged(plan, common)
         return call
@@ -136,7 +139,9 @@ class FlashPlanner:
         own = group.table.kind is not AttentionKind.CROSS
         return own and torch.equal(exact.seq_lens, exact.extend_lens)
 
-    def _schedule(self, plan: Plan, group: PlanGroup, table: Table, common: dict[str, Any]) -> dict[str, Any]:
+    def _schedule(
+        self, plan: Plan, group: PlanGroup, table: Table, common: dict[str, Any], in_capture: bool
+    ) -> dict[str, Any]:
         """As the layers will be called: the kernel takes the result on trust, bounds of splits included."""
         function = self.library.schedule
         assert function is not None
@@ -145,7 +150,8 @@ class FlashPlanner:
             heads_kv=group.num_kv_heads,
             used=table.kv_lens,
             max_k=_widest(table),
-            **{name: common[name] for name in ("cu_q", "max_q", "causal", "window", "splits")},
+            max_q=self.longest_query(plan, in_capture),
+            **{name: common.get(name) for name in ("cu_q", "causal", "window", "splits")},
         )
         return bound | {
             "batch_size": plan.key.num_requests,

@@ -76,11 +76,21 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 class FlashFunction:
-    """One function of a build with the names that it gives to our arguments."""
+    """One function of a build with the names that it gives to our arguments.
 
-    def __init__(self, call: Callable[..., Any], parameters: Iterable[str], *, version: int = 3) -> None:
+    `rectangular`: without query offsets it takes `q [B, n, Hq, D]`, n tokens of every request.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        parameters: Iterable[str],
+        *,
+        version: int = 3,
+        rectangular: bool = False,
+    ) -> None:
         have = set(parameters)
-        self.call, self.version = call, version
+        self.call, self.version, self.rectangular = call, version, rectangular
         self.names = {
             ours: next(name for name in theirs if name in have)
             for ours, theirs in ALIASES.items()
@@ -90,9 +100,10 @@ class FlashFunction:
         self._constant = {"fa_version": version} if "implementation" in self.names else {}
 
     @staticmethod
-    def of(call: Callable[..., Any], *, version: int = 3) -> FlashFunction:
+    def of(call: Callable[..., Any], *, version: int = 3, rectangular: bool = False) -> FlashFunction:
         """From a Python function, by its signature."""
-        return FlashFunction(call, inspect.signature(call).parameters, version=version)
+        names = inspect.signature(call).parameters
+        return FlashFunction(call, names, version=version, rectangular=rectangular)
 
     def bind(self, *, window: tuple[int, int] | None = None, **given: Any) -> dict[str, Any]:
         """Keyword arguments under the function's own names, for all layers of a step; None is left out.
@@ -128,8 +139,12 @@ class FlashFunction:
         """Attend: `q [T, Hq, D]`, paged or ragged `k`, `v`. Writes `out [T, Hq, Dv]` and, unless None,
         the natural-log `lse [T, Hq]`.
 
-        `bound` is of `bind` and isn't changed. `given`: sinks, qv, k_descale, v_descale of the layer.
+        `bound` is of `bind` and isn't changed; without query offsets every request has one query. `given`:
+        sinks, qv, k_descale, v_descale of the layer.
         """
+        single = self.rectangular and self.names["cu_q"] not in bound
+        if single:
+            q, out = q[:, None], out[:, None]
         arguments = bound.copy()
         for name, value in given.items():
             arguments[self.names[name]] = value
@@ -147,7 +162,10 @@ class FlashFunction:
             out.copy_(values[0])
         if lse is not None:
             raw = values[1]
-            lse.copy_(raw if self.version == 4 and "qv" in given else raw.t())
+            if single:
+                lse.copy_(raw[..., 0])
+            else:
+                lse.copy_(raw if self.version == 4 and "qv" in given else raw.t())
 
 
 def _result_dtype(q: torch.Tensor) -> torch.dtype:
@@ -209,7 +227,7 @@ def load_flash(provider: LibraryFacts | None, version: int) -> FlashLibrary:
         return FlashLibrary(4, ragged, ragged, None, None)
     cached = getattr(module, "flash_attn_with_kvcache", None)
     # sglang-kernel's varlen function takes a page table too, and doesn't look at it.
-    paged = ragged if cached is None else FlashFunction.of(cached)
+    paged = ragged if cached is None else FlashFunction.of(cached, rectangular=True)
     operator = _operator(module)
     if operator is not None:
         paged = ragged = operator
@@ -227,7 +245,7 @@ def _operator(module: ModuleType) -> FlashFunction | None:
     if call is None or schema is None:
         return None
     names = [argument.name for argument in schema.arguments]
-    function = FlashFunction(call, names)
+    function = FlashFunction(call, names, rectangular=True)
     needed = {"table", "cu_q", "cu_k", "max_q", "max_k", "scale", "causal", "window_left", "sinks", "out"}
     knows_k = {"seqused_k", "num_splits", "scheduler_metadata"} <= set(names)
     return function if needed <= function.names.keys() and knows_k else None
