@@ -79,6 +79,7 @@ class FIA:
 
     @property
     def tnd(self) -> bool:
+        """Queries of all requests lie one behind the other, with cumulative lengths."""
         return self.layout.startswith("TND")
 
 
