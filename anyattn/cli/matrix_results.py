@@ -126,13 +126,13 @@ def _latent(document: Mapping[str, Any], when: Mapping[str, str]) -> Result:
 
 
 def _compiled(document: Mapping[str, Any], when: Mapping[str, str]) -> tuple[Result, ...]:
-    """Latent kernels have entries of their own; what serves all models counts for both."""
+    """Latent kernels have entries of their own. Lanes for other compilers name their backend."""
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for entry in document["configurations"]:
         entries.setdefault("mla" if str(entry["entry"]).startswith("mla") else "dense", []).append(entry)
     return tuple(
         Result(
-            backend="triton",
+            backend=document.get("backend", "triton"),
             models=models,
             how="compiled",
             cells=_per_chip(found),

@@ -166,6 +166,10 @@ def test_other_documents() -> None:
     dense, mla = summarise(compiled, date="2026-12-01", commit="0123456")
     assert dense.cells == {"cuda:sm90": (1, 1), "rocm:gfx942": (1, 0)}
     assert (mla.models, mla.cells) == ("mla", {"cuda:sm90": (1, 0)})
+    assert dense.backend == "triton"
+    own = {**compiled, "backend": "wave", "configurations": compiled["configurations"][2:3]}
+    (summary,) = summarise(own, date="2026-12-01", commit="0123456")
+    assert (summary.backend, summary.how, summary.cells) == ("wave", "compiled", {"rocm:gfx942": (1, 0)})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_wrong_usage_says_what_to_do(
         ('kind = "emulate"', 'kind = "emulated"', "did you mean 'emulate'?"),
         ('"flashinfer", "fa3"', '"flashinfr", "fa3"', "did you mean 'flashinfer'?"),
         ('chips = ["cpu:arm"]', 'chips = ["cpu:armv9"]', "did you mean 'cpu:arm'?"),
-        ('backends = ["triton", "torch_native"]', 'backends = ["fa3"]', "expects what can't be"),
+        ('backends = ["aiter", "triton", "torch_native"]', 'backends = ["fa3"]', "expects what can't be"),
         ('name = "schema"', 'name = "suite"', "lanes of one name"),
         ("\nhosted = true", "\nhostd = true", "did you mean 'hosted'?"),
     ],
