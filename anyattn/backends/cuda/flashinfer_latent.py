@@ -1,8 +1,9 @@
 """FlashInfer's block-table decode of latents: trtllm-gen, XQA and CuTe DSL behind one function.
 
 `flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla` (read in 0.7.2): bmm1_scale is the softmax scale times
-the scales of q and k, bmm2_scale that of v. 8-bit latents need 8-bit queries. Its log-sum-exp is base 2 but
-for CuTe DSL, whose is natural.
+the scales of q and k, bmm2_scale that of v; XQA multiplies the logits by bmm2_scale as well
+(`qScale * kvCacheScale` in `mla_sm120.cu`), and its `out` has no axis for the one token. 8-bit latents need
+8-bit queries. The log-sum-exp is base 2 but for CuTe DSL, whose is natural.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class BlockTableDecode:
         self._takes_base = "return_lse_base" in names
         self._ragged = "cum_seq_lens_q" in names
         self._base = 1.0 if kernel == "cute-dsl" else LN2
+        self._xqa = kernel == "xqa"
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def __call__(self, call: AttentionCall, lens: torch.Tensor, each: int | None, bound: int) -> None:
@@ -59,7 +61,7 @@ class BlockTableDecode:
             self._check_ragged(call)
             options |= {"cum_seq_lens_q": call.plan.query_offsets, "max_q_len": max(1, call.plan.max_q_len)}
         else:
-            q, out = by_request(q, each), by_request(out, each)
+            q, out = by_request(q, each), out if self._xqa else by_request(out, each)
         if call.lse is not None:
             options |= {"return_lse": True, "lse": call.lse}
             if self._takes_base:
@@ -75,7 +77,7 @@ class BlockTableDecode:
             seq_lens=lens,
             max_seq_len=bound,
             out=out,
-            bmm1_scale=spec.scale * scale,
+            bmm1_scale=spec.scale if self._xqa else spec.scale * scale,
             bmm2_scale=scale,
             **options,
         )
