@@ -176,7 +176,7 @@ def _machine(host: HostFacts) -> list[str]:
     parts = [f"{host.num_units} {units}"] if host.num_units else []
     parts += [f"{host.memory_bytes / 2**30:.0f} GiB"] if host.memory_bytes else []
     parts += [f"driver {host.driver}"] if host.driver else []
-    runtime = {"cuda": "CUDA", "rocm": "ROCm", "ascend": "CANN"}.get(host.platform, "")
+    runtime = {"cuda": "CUDA", "rocm": "ROCm", "ascend": "CANN"}.get(host.platform, "runtime")
     parts += [f"{runtime} {host.runtime}"] if host.runtime else []
     simulated = "Simulated machine" if host.simulated else "Machine"
     torch = f"torch {host.torch} (built for {host.torch_build})" if host.torch else "no torch"

@@ -94,7 +94,7 @@ def _document(subject: GraphSubject, results: Sequence[GraphResult]) -> dict[str
         "backend": subject.record.name,
         "target": subject.facts.target,
         "device": subject.device,
-        "emulated": subject.host is not None,
+        "emulated": subject.emulated,
         "passed": sum(result.passed for result in results),
         "failed": sum(bool(result.faults) for result in results),
         "skipped": sum(bool(result.skipped) for result in results),
@@ -113,8 +113,9 @@ def _text(subject: GraphSubject, results: Sequence[GraphResult]) -> str:
         lines += [f"  FAILED {result.check}: {fault}" for result in mine for fault in result.faults]
     passes = sum(result.passed for result in results)
     failed = sum(bool(result.faults) for result in results)
-    how = ", emulated" if subject.host is not None else ""
-    graphs = "recorded on the CPU" if subject.device == "cpu" else f"graphs of {subject.device}"
+    how = ", emulated" if subject.emulated else ""
+    recorded = subject.device == "cpu" and not subject.plugin
+    graphs = "recorded on the CPU" if recorded else f"graphs of {subject.plugin or subject.device}"
     title = f"{subject.record.name} on {subject.facts.target}{how}, {graphs}"
     lines.append(f"{title}: {passes} passed, {failed} failed")
     return "\n".join(lines)

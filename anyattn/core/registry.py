@@ -79,6 +79,12 @@ class Registry:
         return tuple(self._records.values())
 
 
+def _more(module: str) -> str:
+    """The command that shows why: doctor tries libraries, not the modules of plugins."""
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    return "`anyattn doctor --probe`" if ours else f"`python -c 'import {module}'`"
+
+
 def load_target(target: str, backend: str = "a backend") -> type:
     """Import the class behind `module:Class`; `backend` is whose class it is, for the error.
 
@@ -94,7 +100,7 @@ def load_target(target: str, backend: str = "a backend") -> type:
             f"the class of {backend} can't be loaded",
             asked=target,
             allowed="an importable module:Class",
-            hint=f"{type(error).__name__}: {error}; `anyattn doctor --probe` says more",
+            hint=f"{type(error).__name__}: {error}; {_more(module)} says more",
         ) from error
     if not isinstance(found, type):
         raise BackendBuildError(

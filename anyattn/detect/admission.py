@@ -31,11 +31,25 @@ def records_of(point: EntryPoint, distribution: str) -> tuple[Any, ...]:
             value = value()
     except (Exception, SystemExit) as error:  # a plugin may raise anything
         found = f"{type(error).__name__}: {' '.join(str(error).split())}{_where(error)}"
-        remedy = f"pip install --force-reinstall {distribution}, or report it to its authors"
+        remedy = _gone(error, point, distribution) or (
+            f"pip install --force-reinstall {distribution}, or report it to its authors"
+        )
         raise Refused(Fault(found, f"{point.value}, importable", remedy)) from error
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return tuple(value)
     return (value,)
+
+
+def _gone(error: BaseException, point: EntryPoint, distribution: str) -> str:
+    """The remedy where the plugin's own package isn't there any more: metadata outlives a renamed folder."""
+    package = point.value.partition(":")[0].partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != package or point.dist is None:
+        return ""
+    again = f"pip install --force-reinstall {distribution}"
+    if point.dist.read_text("METADATA") is None and point.dist.read_text("PKG-INFO") is not None:
+        folder = point.dist.locate_file("")
+        return f"{again}; if it was renamed or removed, delete its .egg-info in {folder}"
+    return f"{again}; if it was renamed, pip uninstall {distribution}"
 
 
 def _where(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from anyattn.core.facts import HostFacts
 from anyattn.core.platform_record import PlatformRecord
 from anyattn.detect.found import Found
 from anyattn.detect.host import DEVICE_TYPES, detect_host
-from anyattn.detect.plugins import Plugins, plugins
+from anyattn.detect.plugins import PLATFORMS, Plugins, plugins
 from anyattn.detect.sources import Sources
 from anyattn.errors import ConfigError
 
@@ -22,7 +22,7 @@ def detect_machine(
     """As `detect_host`; a plugin's platform by its name or device type, or unasked where there is only a CPU.
 
     Raises:
-        ConfigError: as `detect_host`; a plugin's device that isn't there.
+        ConfigError: as `detect_host`; a plugin's device that isn't there, or whose plugin wasn't loaded.
     """
     sources, found = sources or Sources(), found or plugins()
     extra = found.libraries()
@@ -30,6 +30,7 @@ def detect_machine(
         kind, _, number = str(device).partition(":")
         wanted = [p for p in found.brought() if kind == p.name or (kind == p.device not in DEVICE_TYPES)]
         if not wanted:
+            _refuse_unloaded(kind, found)
             return detect_host(device, sources=sources, extra=extra)
         base = detect_host("cpu", sources=sources, extra=extra)
         return _chosen(wanted[0], base, sources, int(number) if number.isdigit() else 0)
@@ -44,6 +45,18 @@ def detect_machine(
             return _facts(platform, looked, base, 0)
         notes.append(f"{looked.devices[0].name} is here too: device={platform.name!r} takes it")
     return replace(base, notes=(*base.notes, *notes)) if notes else base
+
+
+def _refuse_unloaded(name: str, found: Plugins) -> None:
+    for report in found.reports:
+        fault = report.fault
+        if fault is not None and (report.group, report.name) == (PLATFORMS, name):
+            raise ConfigError(
+                f"platform {name} is brought by {report.origin}, which is {report.state.value}",
+                asked=f"device {name!r}: {fault.found}",
+                allowed=fault.allowed,
+                hint=fault.remedy,
+            )
 
 
 def _look(platform: PlatformRecord, sources: Sources) -> Found:

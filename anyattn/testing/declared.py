@@ -16,7 +16,7 @@ from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.validate import validate
 from anyattn.errors import SelectionError
 from anyattn.testing.cases import Case
-from anyattn.testing.selecting import facts_of
+from anyattn.testing.selecting import facts_of, refuse_broken
 from anyattn.testing.world import case_features
 
 __all__ = ["Declared", "declared"]
@@ -144,9 +144,11 @@ def declared(
 
     Raises:
         UnknownNameError: nobody registered that name.
-        SelectionError: it serves no dense attention on this chip, or can't be built here.
+        SelectionError: it serves no dense attention on this chip, can't be built here, or stands for a
+            broken plugin.
     """
     record = api.registry().get(backend)
+    refuse_broken(record)
     facts = facts_of(device, host)
     rows = tuple(r for r in record.rows if ModelKind.DENSE in r.kinds and r.serves(facts.target))
     if not rows or ModelKind.DENSE not in record.targets:

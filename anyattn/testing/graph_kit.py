@@ -16,13 +16,14 @@ from anyattn.core.graph.objects import GraphPlatform
 from anyattn.core.graph.recorder import RecorderPlatform
 from anyattn.core.select.libraries import library_reasons
 from anyattn.core.traits import GraphSupport
+from anyattn.detect import plugins
 from anyattn.errors import AnyattnError, FeatureError, GraphError, SelectionError
 from anyattn.testing.checks import Skip
 from anyattn.testing.graph_checks import GRAPH_CHECKS, Labs, run_graph_check
 from anyattn.testing.graph_hooks import HookedPlatform
 from anyattn.testing.graph_lab import GraphLab
 from anyattn.testing.graph_setup import GraphSetup, setups
-from anyattn.testing.selecting import facts_of
+from anyattn.testing.selecting import facts_of, refuse_broken
 
 __all__ = ["GraphResult", "GraphSubject", "graph_subject", "run_graphs", "run_setup", "verifying_platform"]
 
@@ -51,7 +52,9 @@ class GraphResult:
 
 @dataclass(frozen=True)
 class GraphSubject:
-    """The backend under test. `host` is emulated, or None; `buckets`: others than the setups', for speed."""
+    """The backend under test. `host` is decided for, if it isn't this machine as torch sees it; `buckets`:
+    others than the setups', for speed; `plugin`: the platform that a plugin brought and this runs on.
+    """
 
     record: BackendRecord
     facts: HostFacts
@@ -59,6 +62,12 @@ class GraphSubject:
     host: str | None = None
     kinds: tuple[ModelKind, ...] = _KINDS
     buckets: tuple[int, ...] = ()
+    plugin: str = ""
+
+    @property
+    def emulated(self) -> bool:
+        """Decided for a chip that isn't here."""
+        return self.host is not None and not self.plugin
 
     @property
     def large(self) -> bool:
@@ -85,16 +94,18 @@ class GraphSubject:
         """What the checks of one setup run on."""
 
         def make() -> GraphLab:
-            platform = HookedPlatform(verifying_platform(self.device))
+            platform = HookedPlatform(verifying_platform(self.device, self.plugin))
             return GraphLab(setup, self.record.name, self.device, platform, self.host, seed)
 
         return Labs(make, (100 if self.large else 8) if replays is None else replays)
 
 
-def verifying_platform(device: str) -> GraphPlatform:
-    """Graphs of the device; on a CPU a recorder that spoils whatever a shared pool may spoil."""
+def verifying_platform(device: str, plugin: str = "") -> GraphPlatform:
+    """Graphs of the device, or of a `plugin`; on a CPU a recorder that spoils whatever a shared pool may."""
     from anyattn.platforms.graphs import graph_platform
 
+    if plugin:
+        return api.graph_platform(plugin, device)
     if torch.device(device).type != "cpu":
         return graph_platform(device)
     return RecorderPlatform(poison=True, seams=list(_seams()))
@@ -113,12 +124,16 @@ def graph_subject(
 ) -> GraphSubject:
     """The backend on this machine, or on an emulated `host` whose stand-ins are in place.
 
+    Args:
+        device: torch's, or the name of a plugin's platform whose tensors lie on another type of device.
+
     Raises:
-        UnknownNameError: nobody registered that name.
-        GraphError: it declares no graphs on this chip.
+        UnknownNameError: nobody registered that name. SelectionError: its plugin is broken.
+        GraphError: it declares no graphs on this chip, or the plugin's platform has none.
     """
     record = api.registry().get(backend)
-    subject = GraphSubject(record, facts_of(device, host), device, host, kinds)
+    refuse_broken(record)
+    subject = _subject(record, device, host, kinds)
     if not subject.setups():
         chips = sorted({a for row in record.rows if row.graph for a in row.architectures})
         raise GraphError(
@@ -128,6 +143,25 @@ def graph_subject(
             hint="run it eagerly, or choose a backend that declares graphs (`anyattn backends --json`)",
         )
     return subject
+
+
+def _subject(
+    record: BackendRecord, device: str, host: str | None, kinds: tuple[ModelKind, ...]
+) -> GraphSubject:
+    facts = facts_of(device, host)
+    platform = next((p for p in plugins().brought() if p.name == facts.platform), None)
+    if host is not None or platform is None:
+        return GraphSubject(record, facts, device, host, kinds)
+    if not platform.graph:
+        raise GraphError(
+            f"platform {platform.name} has no graphs",
+            asked=f"graphs of {record.name} on {facts.target}",
+            allowed="a platform whose record names a GraphPlatform",
+            hint=f"graph='module:Class' in the record of {platform.origin}, or run eagerly",
+        )
+    plugged = api.plugin_host(device)
+    where = device if plugged is None else api.device_type(platform.name)
+    return GraphSubject(record, facts, where, plugged, kinds, plugin=platform.name)
 
 
 def run_graphs(

@@ -77,7 +77,8 @@ def run_item(item: Item, subject: Subject) -> Result:
 
 def _crash(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].name}, line {frames[-1].lineno}" if frames else "?"
+    last = frames[-1] if frames else None
+    where = f"{last.name}, {last.filename.rpartition('/')[2]}, line {last.lineno}" if last else "?"
     return f"{type(error).__name__} in {where}: {' '.join(str(error).split())[:400]}"
 
 

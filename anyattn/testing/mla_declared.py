@@ -14,7 +14,7 @@ from anyattn.core.select.libraries import library_reasons
 from anyattn.core.select.pages import kernel_page
 from anyattn.errors import SelectionError
 from anyattn.testing.mla_cases import MLACase
-from anyattn.testing.selecting import facts_of
+from anyattn.testing.selecting import facts_of, refuse_broken
 
 __all__ = ["LatentDeclared", "latent_declared"]
 
@@ -68,7 +68,9 @@ def latent_declared(backend: str, device: str | None = None, host: str | None = 
         UnknownNameError: nobody registered that name.
         SelectionError: it serves no latent model on this chip, or has no adapter for any.
     """
-    record, facts = api.registry().get(backend), facts_of(device, host)
+    record = api.registry().get(backend)
+    refuse_broken(record)
+    facts = facts_of(device, host)
     rows = tuple(row for row in record.rows if ModelKind.MLA in row.kinds and row.serves(facts.target))
     if not rows or ModelKind.MLA not in record.targets:
         raise SelectionError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,66 @@ def test_a_list_that_names_nothing_is_a_problem_that_doctor_survives(good: Path)
     assert call(good, "select", "--assume", "cpu:amx", ANYATTN_PLUGINS="anyattn-lumne").returncode == 2
 
 
+def test_verify_names_the_fault_of_a_broken_plugin(broken: Path) -> None:
+    for how in ([], ["--graphs"], ["--latent"]):
+        done = call(broken, "verify", "lumen_flash", *how)
+        assert done.returncode == 2
+        assert "its plugin is broken; asked: written for contract 0" in done.stderr
+        assert REMEDY in done.stderr
+
+
+def test_a_device_of_a_plugin_that_was_not_loaded_is_refused_with_the_reason(
+    good: Path, broken: Path
+) -> None:
+    done = call(broken, "select", "--device", "lumen")
+    assert done.returncode == 2
+    assert "platform lumen is brought by anyattn-lumen 0.1.0, which is broken" in done.stderr
+    assert REMEDY in done.stderr
+    denied = call(good, "select", "--device", "lumen", ANYATTN_PLUGINS="none")
+    assert denied.returncode == 2
+    assert "which is denied" in denied.stderr
+    assert "add anyattn-lumen to ANYATTN_PLUGINS" in denied.stderr
+
+
+def test_graphs_of_a_plugins_platform_are_verified(good: Path) -> None:
+    done = call(good, "verify", "lumen_flash", "--graphs", "--device", "lumen", LUMEN_SIMULATOR="l1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lumen_flash on lumen:l1, graphs of lumen: 13 passed, 0 failed" in done.stdout
+    data = json.loads(call(good, "verify", "lumen_stream", "--graphs", "--json", LUMEN_SIMULATOR="l2").stdout)
+    assert (data["failed"], data["emulated"]) == (0, False)
+    assert data["passed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (('    graph="anyattn_lumen.graphs:LumenGraphs",\n', ""), "platform lumen has no graphs"),
+        (('graph=2,\n            tolerates_nan_tail=True,\n            method="flash', 'method="flash'),
+         "lumen_flash declares no graphs on lumen:l1"),
+    ],
+)  # fmt: skip
+def test_graphs_that_nobody_declares_are_refused(edit: tuple[str, str], message: str, tmp_path: Path) -> None:
+    site = install(tmp_path / "site", {"records.py": edit})
+    done = call(site, "verify", "lumen_flash", "--graphs", LUMEN_SIMULATOR="l1")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_metadata_that_outlives_a_renamed_package_is_named(tmp_path: Path) -> None:
+    site = install(tmp_path / "site")
+    shutil.rmtree(site / "anyattn_lumen")
+    said = call(site, "select", "--assume", "cpu:amx", "--backend", "lumen_flash").stderr
+    assert "if it was renamed, pip uninstall anyattn-lumen" in said
+    (info,) = site.glob("*.dist-info")
+    (info / "METADATA").rename(info / "PKG-INFO")
+    info.rename(site / "anyattn_lumen.egg-info")
+    said = call(site, "select", "--assume", "cpu:amx", "--backend", "lumen_flash").stderr
+    assert f"delete its .egg-info in {site}" in said
+
+
 def test_a_class_that_breaks_while_building_is_one_typed_error(tmp_path: Path) -> None:
     site = install(tmp_path / "site", {"flash.py": ("import math", "import liblumen_native")})
     done = call(site, "verify", "lumen_flash", "--device", "lumen", LUMEN_SIMULATOR="l1")
     assert done.returncode != 0
     assert "the class of lumen_flash can't be loaded" in done.stdout + done.stderr
+    assert "`python -c 'import anyattn_lumen.flash'` says more" in done.stdout + done.stderr

@@ -100,7 +100,9 @@ def _page_reason(row: CapabilityRow, request: Request) -> Reason | None:
     if any(kernel_page(row, request.page_size, layout) for layout in layouts):
         return None
     whole = "" if TOKEN_MAJOR.intersection(layouts, row.layouts) else f" as they are in {_names(layouts)}"
-    allowed = f"kernel pages of {describe_pages(row)}{whole or ', or multiples'}"
+    pages = describe_pages(row)
+    multiples = "" if pages == "any" or pages.startswith("multiples") else ", or multiples"
+    allowed = f"pool pages of {pages}{whole or multiples}"
     return Reason(ReasonCode.PAGE_SIZE, f"{request.page_size}", allowed)
 
 
