@@ -1,14 +1,14 @@
-"""`ascend` and `wave` on stand-ins: the kit passes on every chip, and notices faults in ascend's calls."""
+"""`ascend` and `wave` on stand-ins: the kit passes on every chip, and notices faults in the calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from anyattn.testing.checks import Subject
 from anyattn.testing.declared import declared
-from anyattn.testing.emulators import emulating
+from anyattn.testing.emulators import emulating, emulator_of
 from anyattn.testing.kit import run_items
 from anyattn.testing.mutants import MUTANTS, Mutant
 from anyattn.testing.mutants.hunt import hunt_one, hunt_text
@@ -28,17 +28,21 @@ def test_the_kit_passes(host: str) -> None:
     assert sum(r.passed for r in results) > 8
 
 
-@pytest.fixture(scope="module", name="chosen")
-def _chosen() -> Iterator[tuple[Subject, tuple[Item, ...]]]:
-    with emulating("ascend"):
-        subject = Subject(declared("ascend", "cpu", "ascend:910b"), "cpu", "ascend:910b")
-        yield subject, plan_kit(subject.declared).items
+@cache
+def _chosen(name: str) -> tuple[Subject, tuple[Item, ...]]:
+    host = emulator_of(name).host
+    subject = Subject(declared(name, "cpu", host), "cpu", host)
+    return subject, plan_kit(subject.declared).items
 
 
-@pytest.mark.parametrize("mutant", MUTANTS["ascend"], ids=lambda m: m.name)
-def test_faults_are_caught_by_name(mutant: Mutant, chosen: tuple[Subject, tuple[Item, ...]]) -> None:
-    subject, items = chosen
-    if "padded" in mutant.name:  # a quick way to what can show it
-        items = tuple(item for item in items if item.case.padding and item.case.sinks)
-    caught = hunt_one(mutant, items, subject)
+FAULTS = [pytest.param(name, m, id=m.name) for name in ("ascend", "wave") for m in MUTANTS[name]]
+
+
+@pytest.mark.parametrize(("name", "mutant"), FAULTS)
+def test_faults_are_caught_by_name(name: str, mutant: Mutant) -> None:
+    with emulating(name):
+        subject, items = _chosen(name)
+        if name == "ascend" and "padded" in mutant.name:  # a quick way to what can show it
+            items = tuple(item for item in items if item.case.padding and item.case.sinks)
+        caught = hunt_one(mutant, items, subject)
     assert caught.caught, hunt_text([caught])

@@ -17,6 +17,7 @@ from anyattn.testing.mutants import (
     native,
     outsider,
     triton,
+    wave,
 )
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 
@@ -32,5 +33,6 @@ MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "hpc_ops": hpc_ops.MUTANTS,
     "intel_amx": intel_amx.MUTANTS,
     "flashinfer": flashinfer.MUTANTS,
+    "wave": wave.MUTANTS,
 }
 """By the backend that shows them."""
