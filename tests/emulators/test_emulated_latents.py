@@ -34,7 +34,7 @@ def _latents(request: pytest.FixtureRequest) -> Iterator[Latents]:
         yield Latents(name, host, latent_cases(latent_declared(name, "cpu", host)))
 
 
-@pytest.mark.parametrize("latents", ["flashmla", "cutedsl_mla", "fa3", "fa4"], indirect=True)
+@pytest.mark.parametrize("latents", ["flashmla", "cutedsl_mla", "fa3", "fa4", "aiter"], indirect=True)
 def test_named_steps_are_right(latents: Latents) -> None:
     assert len(latents.cases) >= 3
     for case in latents.cases.values():

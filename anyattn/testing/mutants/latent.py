@@ -31,6 +31,21 @@ _CASES: dict[str, dict[str, object]] = {
         "kv_dtype": "float8_e4m3fn",
         "kv_scale": 0.25,
     },
+    "fp8 latents of AMD's older chips with a scale": {
+        "mode": "decode",
+        "prefix_lens": (70, 5),
+        "extend_lens": (1, 1),
+        "kv_dtype": "float8_e4m3fnuz",
+        "kv_scale": 0.25,
+    },
+    "few heads": {"mode": "decode", "prefix_lens": (70, 5), "extend_lens": (1, 1), "num_q_heads": 8},
+    "prefill, expanded": {
+        "mode": "extend",
+        "prefix_lens": (70, 0),
+        "extend_lens": (3, 6),
+        "method": "materialised",
+        "scale": 0.2,
+    },
 }
 
 

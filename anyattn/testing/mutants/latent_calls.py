@@ -1,7 +1,8 @@
-"""Faults in the calls of `flashmla`, `cutedsl_mla` and `fa4` on latents; shown by stand-ins."""
+"""Faults in calls on latents: of `flashmla`, `cutedsl_mla` and `fa4`; the list of all. Stand-ins show them."""
 
 from __future__ import annotations
 
+from anyattn.testing.mutants import aiter_latent
 from anyattn.testing.mutants.patching import Mutant
 
 __all__ = ["LATENT_MUTANTS"]
@@ -180,5 +181,6 @@ LATENT_MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "flashmla": _FLASHMLA_MUTANTS,
     "cutedsl_mla": _CUTE_MUTANTS,
     "fa4": _FA4_MUTANTS,
+    "aiter": aiter_latent.MUTANTS,
 }
 """By the backend that shows them on latent models."""
