@@ -1,4 +1,4 @@
-"""Faults in calls on latents: of `flashmla`, `cutedsl_mla` and `fa4`; the list of all. Stand-ins show them."""
+"""Faults in calls on latents: of `flashmla`, `cutedsl_mla`, `fa4`; the list of all. Stand-ins show them."""
 
 from __future__ import annotations
 
