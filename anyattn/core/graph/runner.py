@@ -72,7 +72,7 @@ class GraphRunner:
         self.buckets = buckets or Buckets.up_to(limits.max_requests)
         self.inputs = dict(inputs or {})
         self.read_done: Fence = platform.new_fence()
-        """Behind it, nothing of the last replay reads what a scheduler owns: request tables, the batch."""
+        """Behind it, nothing of the last replay reads what a scheduler owns: tables, batch, inputs."""
         self._body, self._early = body, early_tables
         self._captured: dict[tuple[ForwardMode, int, int, str], Captured] = {}
         self._masks: dict[tuple[ForwardMode, int], VerifyMask | None] = {}
@@ -178,10 +178,10 @@ class GraphRunner:
         plan = self.backend.init_forward_metadata_out_graph(padded, captured=entry.plan)
         if self._early:
             self.backend.init_forward_metadata_in_graph(plan)
-        if self._early and entry.read_ends <= SharedReadEnds.IN_REPLAY:
-            self.read_done.record()
         for name, value in inputs.items():
             copy_in(entry.inputs[name], value)
+        if self._early and entry.read_ends <= SharedReadEnds.IN_REPLAY:
+            self.read_done.record()
 
     def memory(self) -> list[tuple[GraphKey, int]]:
         """Bytes that each capture added on the device, in the order of capture."""
