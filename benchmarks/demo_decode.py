@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from anyattn.bench.harness import Candidate, Report, Work, add_arguments, emit, measure, settings_of
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.sampler import SamplingParams
 from anyattn.demo.tokenizer import Tokenizer
 from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
-from benchmarks.harness import Candidate, Report, Work, add_arguments, emit, measure, settings_of
 
 PROMPT = "It was late in the afternoon when the last boat came back to the harbour, and the wind had turned."
 

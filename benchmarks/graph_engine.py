@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.report import device_name, versions
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.context import forward_context
 from anyattn.core.graph.objects import GraphPlatform
@@ -42,7 +43,6 @@ from anyattn.demo.tokenizer import Tokenizer
 from anyattn.demo.weights import find_gguf, load_gguf
 from benchmarks.direct.command import offer_interpreter
 from benchmarks.direct.graphed import graphs_of
-from benchmarks.harness.report import device_name, versions
 
 __all__ = ["Checked", "Comparison", "Difference", "compare", "main", "run_requests"]
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.report import device_name, versions
 from anyattn.core.context import current_context, forward_context
 from anyattn.core.graph.buckets import Buckets
 from anyattn.core.graph.objects import GraphPlatform
@@ -41,7 +42,6 @@ from benchmarks.direct.command import add_shape, offer_interpreter, shape_of
 from benchmarks.direct.graphed import GRAPHED, Loop, Steps, graphs_of
 from benchmarks.direct.launches import count_launches
 from benchmarks.graph_cells import FULL, LIMITS, QUICK, STEPS, Cell, Measured, table
-from benchmarks.harness.report import device_name, versions
 
 __all__ = ["Ours", "check_alike", "main", "measure_cell"]
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness import Candidate, CudaTimer, Report, Settings, Timer, measure
+from anyattn.bench.harness.report import device_name, versions
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Recipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of
-from benchmarks.harness import Candidate, CudaTimer, Report, Settings, Timer, measure
-from benchmarks.harness.report import device_name, versions
 
 __all__ = ["GRAPH_LIMIT", "HOST_LIMIT_US", "Cost", "HostTimer", "cost", "main"]
 

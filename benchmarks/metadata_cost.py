@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
+from anyattn.bench.harness.report import device_name, versions
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of
-from benchmarks.harness.report import device_name, versions
 
 __all__ = ["HOST_LIMITS_US", "PLAN_LIMIT", "Preparation", "main", "prepare"]
 

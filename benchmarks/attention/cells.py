@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 import anyattn
+from anyattn.bench.harness import Work, rotations
 from anyattn.core.kv import MHAPool
-from benchmarks.harness import Work, rotations
 
 __all__ = ["DECODE", "EXTEND", "Cell", "Scene", "copies_of"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 import anyattn
+from anyattn.bench.harness import Candidate
 from benchmarks.attention.cells import Scene
-from benchmarks.harness import Candidate
 
 __all__ = ["layer_candidate"]
 

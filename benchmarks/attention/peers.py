@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from anyattn.bench.harness import Candidate
 from benchmarks.attention.cells import Scene
-from benchmarks.harness import Candidate
 
 __all__ = ["decode_peers", "extend_peers"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from anyattn.bench.harness import Candidate, Report, Settings, add_arguments, measure, settings_of
 from benchmarks.attention.cells import Cell, Scene, copies_of
 from benchmarks.attention.ours import layer_candidate
-from benchmarks.harness import Candidate, Report, Settings, add_arguments, measure, settings_of
 
 __all__ = ["run_grid"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import (
+from anyattn.bench.harness import (
     Candidate,
     CpuTimer,
     CudaTimer,

@@ -67,7 +67,7 @@ def test_shapes_without_a_recipe(name: str, shape: Shape) -> None:
 
 
 def test_host_timer_runs_so_many_calls() -> None:
-    from benchmarks.harness import Candidate
+    from anyattn.bench.harness import Candidate
 
     ran: list[int] = []
     timer = HostTimer(CPU, layers=4)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from benchmarks.harness.candidate import Candidate
+from anyattn.bench.harness.candidate import Candidate
 
 __all__ = ["CpuTimer", "CudaTimer", "Timer", "make_timer"]
 

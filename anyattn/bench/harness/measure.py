@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness.candidate import Candidate
-from benchmarks.harness.limits import measure_limits
-from benchmarks.harness.report import Report, Result, device_name, versions
-from benchmarks.harness.timers import Timer, make_timer
+from anyattn.bench.harness.candidate import Candidate
+from anyattn.bench.harness.limits import measure_limits
+from anyattn.bench.harness.report import Report, Result, device_name, versions
+from anyattn.bench.harness.timers import Timer, make_timer
 
 __all__ = ["Settings", "measure"]
 

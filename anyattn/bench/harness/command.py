@@ -6,8 +6,8 @@ import argparse
 
 import torch
 
-from benchmarks.harness.measure import Settings
-from benchmarks.harness.report import Report
+from anyattn.bench.harness.measure import Settings
+from anyattn.bench.harness.report import Report
 
 __all__ = ["add_arguments", "emit", "settings_of"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness.candidate import Candidate, cache_bytes
-from benchmarks.harness.timers import Timer, make_timer
+from anyattn.bench.harness.candidate import Candidate, cache_bytes
+from anyattn.bench.harness.timers import Timer, make_timer
 
 __all__ = ["MachineLimits", "measure_limits"]
 

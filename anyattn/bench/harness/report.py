@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.candidate import Work
-from benchmarks.harness.limits import MachineLimits
+from anyattn.bench.harness.candidate import Work
+from anyattn.bench.harness.limits import MachineLimits
 
 __all__ = ["SCHEMA", "Ratio", "Report", "Result", "device_name", "versions"]
 
