@@ -297,7 +297,8 @@ def extend(
         "HAS_MASK": step.mask_cells is not None, "HAS_POSITIONS": step.positions is not None,
         "HAS_WINDOW": variant.window is not None, "HAS_CAP": variant.cap is not None,
         "HAS_SINKS": variant.sinks is not None, "WRITE_LSE": lse is not None, "UPCAST": _upcast(q.dtype),
-        "FLAT": cache.flat, "WIDE": cache.wide, "ANCHOR": anchor and variant.window is not None,
+        "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
+        "ANCHOR": anchor and variant.window is not None,
     }  # fmt: skip
     options = {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
     launch(

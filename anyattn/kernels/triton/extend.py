@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile, table_slots
+from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, table_slots
 
-__all__ = ["extend_kernel"]
+__all__ = ["extend_kernel", "softmax_rows"]
 
 
 @triton.jit
@@ -51,6 +51,31 @@ def _seen(
 
 
 @triton.jit
+def _between(column, first, last, HAS_FIRST: tl.constexpr):
+    """Bool `[M, N]`: columns from `first` to `last`, each a number or one of each row `[M, 1]`."""
+    seen = column[None, :] <= last
+    if HAS_FIRST:
+        seen = seen & (column[None, :] >= first)
+    return seen
+
+
+@triton.jit
+def softmax_rows(qk, v, m, den, acc, scale):
+    """`common.softmax_tile` for rows whose m begins at a finite floor: two registers and two
+    instructions a row less.
+    """
+    new_m = tl.maximum(m, tl.max(qk, 1) * scale)
+    p = tl.exp2(qk * scale - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
+    den = den * alpha + tl.sum(p, 1)
+    if v.dtype == tl.float32:
+        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(p, v, input_precision="ieee"))
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return new_m, den, acc
+
+
+@triton.jit
 def extend_kernel(
     q, k, v, k_cache, v_cache, source, slot_map, req_rows,
     query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
@@ -63,17 +88,19 @@ def extend_kernel(
     POOL: tl.constexpr, DIRECT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, ANCHOR: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, ANCHOR: tl.constexpr,
 ):  # fmt: skip
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
     PACK query heads of a KV head are rows of one block (`num_heads` is then Hq / PACK). POOL reads
     `pool_lens` tokens through the table (and `slot_map`, where there is one), DIRECT rows
     `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M // PACK` tokens a block; `num_blocks >= T // TOKENS +
-    B`. ANCHOR begins tiles at multiples of BLOCK_N from position 0, so that a row's reduction order
-    doesn't depend on where its table or its step begins.
+    B`. ALIKE: K and V of the pool have the same strides. ANCHOR begins tiles at multiples of BLOCK_N from
+    position 0, so that a row's reduction order doesn't depend on where its table or its step begins.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
+    # Without a mask, a caller's positions in a window or a window ahead, a row sees one range of columns.
+    RANGE: tl.constexpr = not (HAS_MASK or (HAS_WINDOW and (HAS_POSITIONS or not CAUSAL)))
     pid = tl.program_id(0)
     head_id = pid % num_heads
     block = num_blocks - 1 - pid // num_heads
@@ -110,7 +137,7 @@ def extend_kernel(
     if HAS_MASK:
         mask_row = cells + tl.load(mask_indptr + b)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_M], -1.0e38, tl.float32)
     den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # Keys that any row of this block may see end here (causal: at its last token).
@@ -140,9 +167,17 @@ def extend_kernel(
         v_base = v_cache + kv_head.to(tl.int64) * v_head
         logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
         base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
+        # Every row sees the columns from `whole` to `full`.
         full = end
+        last_column = end - 1
         if CAUSAL and not DIRECT:
             full = tl.minimum(end, prefix + t0 + 1)
+            last_column = tl.minimum(last_column, prefix + token)[:, None]
+        whole = lower
+        first_column = lower
+        if HAS_WINDOW:
+            whole = tl.maximum(lower, prefix + tl.minimum(t0 + TOKENS, extend) - window)
+            first_column = tl.maximum(lower, prefix + token - window + 1)[:, None]
         entry = tl.arange(0, BLOCK_N // SUB) * SUB
         ahead = table_slots(table, start + entry, start + entry < end, slot_map)
         for n in range(start, end, BLOCK_N):
@@ -153,8 +188,10 @@ def extend_kernel(
             if ANCHOR:
                 live = live & (column >= lower)
             k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
+            v_off = k_off
+            if not ALIKE:
+                v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
             key = tl.load(k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & in_d, other=0.0)
-            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
             value = tl.load(v_base + v_off[:, None] + offs_dv[None, :], mask=live[:, None] & in_dv, other=0.0)
             key = key.to(query.dtype)
             value = value.to(query.dtype)
@@ -162,7 +199,11 @@ def extend_kernel(
             if HAS_CAP:
                 qk = capped(qk, logit_scale, cap)
             # Whole tiles that every row sees skip the mask: the condition is the same for all threads.
-            if ((HAS_MASK or HAS_WINDOW) or ANCHOR) or n + BLOCK_N > full:
+            if RANGE:
+                if (n + BLOCK_N > full) | (n < whole):
+                    seen = _between(column, first_column, last_column, HAS_WINDOW or ANCHOR)
+                    qk = tl.where(seen, qk, float("-inf"))
+            else:
                 k_pos = column
                 if HAS_POSITIONS and not DIRECT:
                     new = tl.load(
@@ -172,7 +213,7 @@ def extend_kernel(
                 seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
                              CAUSAL and not DIRECT, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
                 qk = tl.where(seen, qk, float("-inf"))
-            m, den, acc = softmax_tile(qk, value, m, den, acc, base2)
+            m, den, acc = softmax_rows(qk, value, m, den, acc, base2)
         acc = acc * tl.load(v_scale + kv_head * v_scale_h)
 
     if DIRECT:
@@ -181,13 +222,21 @@ def extend_kernel(
             first = tl.maximum(earliest - prefix, 0) // BLOCK_N * BLOCK_N
         base2_new = 1.0 if HAS_CAP else scale * 1.4426950408889634
         full_new = last
+        last_new = last - 1
         if CAUSAL:
             full_new = tl.minimum(last, t0 + 1)
-        k_new = k + kv_head.to(tl.int64) * k_h
-        v_new = v + kv_head.to(tl.int64) * v_h
+            last_new = tl.minimum(last_new, token)[:, None]
+        whole_new = first
+        first_new = first
+        if HAS_WINDOW:
+            whole_new = tl.minimum(t0 + TOKENS, extend) - window
+            first_new = (token - window + 1)[:, None]
+        k_new = k + kv_head.to(tl.int64) * k_h + key_offset.to(tl.int64) * k_t
+        v_new = v + kv_head.to(tl.int64) * v_h + key_offset.to(tl.int64) * v_t
         for n in range(first, last, BLOCK_N):
-            live = n + offs_n < last
-            at = (key_offset + n + offs_n).to(tl.int64)
+            index = n + offs_n
+            live = index < last
+            at = index.to(tl.int64)
             key = tl.load(k_new + at[:, None] * k_t + offs_d[None, :], mask=live[:, None] & in_d, other=0.0)
             value = tl.load(
                 v_new + at[:, None] * v_t + offs_dv[None, :], mask=live[:, None] & in_dv, other=0.0
@@ -197,17 +246,19 @@ def extend_kernel(
             qk = tl.dot(query, tl.trans(key), input_precision="ieee")
             if HAS_CAP:
                 qk = capped(qk, scale, cap)
-            if (HAS_MASK or HAS_WINDOW) or n + BLOCK_N > full_new:
-                column = prefix + n + offs_n
-                k_pos = column
+            if RANGE:
+                if (n + BLOCK_N > full_new) | (n < whole_new):
+                    qk = tl.where(_between(index, first_new, last_new, HAS_WINDOW), qk, float("-inf"))
+            else:
+                k_pos = prefix + index
                 if HAS_POSITIONS:
-                    k_pos = tl.load(positions + at, mask=live, other=0).to(tl.int32)
-                seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
+                    k_pos = tl.load(positions + key_offset + index, mask=live, other=0).to(tl.int32)
+                seen = _seen(prefix + index, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
                              CAUSAL, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
                 qk = tl.where(seen, qk, float("-inf"))
-            m, den, acc = softmax_tile(qk, value, m, den, acc, base2_new)
+            m, den, acc = softmax_rows(qk, value, m, den, acc, base2_new)
 
-    acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+    acc = acc * (1.0 / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * 0.6931471805599453)
     if HAS_SINKS:
         acc, natural = apply_sink(acc, natural, tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32))
