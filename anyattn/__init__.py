@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from anyattn.core.context import current_context, forward_context
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.masks import TreeMaskMode, VerifyMask
+    from anyattn.core.measure.bucket import Workload
     from anyattn.core.mla import MLAMethod, MLAPolicy
     from anyattn.core.mla_layer import MLAAttention, MLAProjections
     from anyattn.core.select.decision import Decision
@@ -51,6 +52,7 @@ _HOMES = {
     "TreeMaskMode": "anyattn.core.masks",
     "UpperBound": "anyattn.core.batch",
     "VerifyMask": "anyattn.core.masks",
+    "Workload": "anyattn.core.measure.bucket",
     "create_backend": "anyattn.core.assemble",
     "create_draft_backend": "anyattn.core.assemble",
     "current_context": "anyattn.core.context",
@@ -83,6 +85,7 @@ __all__ = [
     "TreeMaskMode",
     "UpperBound",
     "VerifyMask",
+    "Workload",
     "__version__",
     "create_backend",
     "create_draft_backend",

@@ -14,6 +14,7 @@ from anyattn import env
 from anyattn.core.arguments import check_instance
 from anyattn.core.capabilities import Feature, ModelKind, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import Workload
 from anyattn.core.registry import Registry, load_target
 from anyattn.core.select.decision import Decision
 from anyattn.core.select.request import Request, canonical_dtype
@@ -166,6 +167,8 @@ def make_request(
     limits: Limits | None = None,
     page_size: int | None = None,
     layout: str | None = None,
+    workload: Workload | None = None,
+    route: bool | str | Sequence[str] = False,
     **backends: str | None,
 ) -> Request:
     """A `Request` from what callers have at hand: torch dtypes and devices, names of features and levels.
@@ -191,8 +194,17 @@ def make_request(
         deterministic=_determinism(deterministic),
         features=frozenset(_member(Feature, name) for name in names),
         kind=None if kind is None else _member(ModelKind, kind),
+        workload=workload,
+        route=_routed(route),
         **backends,
     )
+
+
+def _routed(route: bool | str | Sequence[str]) -> tuple[str, ...] | None:
+    """None without a route, () for any backend, else the names."""
+    if isinstance(route, bool):
+        return () if route else None
+    return (route,) if isinstance(route, str) else tuple(route)
 
 
 def _tensor_device(device: torch.device | str | None, facts: HostFacts) -> torch.device | str:
@@ -229,6 +241,8 @@ def select(
     deterministic: Determinism | int | str | None = None,
     features: Iterable[Feature | str] = (),
     kind: ModelKind | str | None = None,
+    workload: Workload | None = None,
+    route: bool | Sequence[str] = False,
     host: str | HostFacts | None = None,
 ) -> Decision:
     """Choose backends for prefill, decode, verify and draft, and the KV pool that they share.
@@ -244,6 +258,10 @@ def select(
         deterministic: `"run-to-run"` or `"batch-invariant"` (or `Determinism`).
         features: what calls will ask for beyond the specs (`Feature.LSE`, `"kv_scales"`, …).
         kind: `"sparse"` or `"linear"` layers, which specs can't tell from others.
+        workload: the usual step; measured times near it then decide, instead of the mean of all.
+        route: choose the backend of each step by its shape, among all that were measured on this device or
+            those named. Where one is the fastest everywhere, or nothing was measured, nothing is routed, and
+            a note says so.
         host: a simulated host (`"rocm:gfx942"`) or given facts instead of this machine.
 
     Raises:
@@ -268,6 +286,8 @@ def select(
         deterministic=deterministic,
         features=features,
         kind=kind,
+        workload=workload,
+        route=route,
     )
     decision = decide(request, facts, registry(), platform_preferences(facts.platform))
     if broken := _broken_plugins():

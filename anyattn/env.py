@@ -33,7 +33,9 @@ VARIABLES: dict[str, Variable] = {
         Variable("ANYATTN_DRAFT_BACKEND", "backend of the draft model"),
         Variable("ANYATTN_PAGE_SIZE", "tokens a KV page holds"),
         Variable("ANYATTN_PINS", "path of a JSON file with pinned decisions"),
-        Variable("ANYATTN_MEASUREMENTS", "path of a measurement table to rank by"),
+        Variable(
+            "ANYATTN_MEASUREMENTS", "measured tables to rank by, instead of those that ship; `none` for none"
+        ),
         Variable("ANYATTN_CHECKS", "what is verified at run time", "host", ("off", "host", "full")),
         Variable("ANYATTN_CACHE_DIR", "folder for probe results and compiled tables"),
         Variable("ANYATTN_PLUGINS", "distributions whose plugins load, comma-separated; `none` for none"),

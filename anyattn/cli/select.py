@@ -7,10 +7,12 @@ import json
 import math
 
 from anyattn.core.capabilities import Feature, ModelKind
+from anyattn.core.measure.bucket import Workload
 from anyattn.core.spec import AttentionKind, AttentionSpec, Limits, MLASpec
 from anyattn.errors import ConfigError
 
-__all__ = ["add_arguments", "add_host_arguments", "add_model_arguments", "model_given", "run", "spec_of"]
+__all__ = ["add_arguments", "add_host_arguments", "add_model_arguments", "model_given", "run", "spec_of",
+           "workload_of"]  # fmt: skip
 
 _DENSE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 _SHAPE = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "kv_dtype", "window", "logit_cap", "mla")
@@ -77,6 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", metavar="NAME", help="for every phase without one of its own")
     for phase in _PHASES[1:]:
         group.add_argument(f"--{phase}", metavar="NAME", help=f"for {phase}")
+    usual = parser.add_argument_group("usual step (which measured times count; default: all alike)")
+    usual.add_argument("--requests", type=int, metavar="N", help="requests of a decode step")
+    usual.add_argument("--kv-len", type=int, metavar="N", help="KV tokens of a request in a decode step")
+    usual.add_argument("--new-tokens", type=int, metavar="N", help="new tokens of a request in prefill")
+    usual.add_argument(
+        "--route",
+        nargs="*",
+        metavar="NAME",
+        help="choose the backend of each step by its measured shape, among these (default: all)",
+    )
     group.add_argument("--draft-tokens", type=int, default=0, metavar="N", help="tokens verified at once")
     parser.add_argument("--json", action="store_true", help="print the whole decision as JSON")
 
@@ -133,6 +145,12 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec:
     )
 
 
+def workload_of(args: argparse.Namespace) -> Workload | None:
+    """The usual step, if any option describes it."""
+    counts = {name: getattr(args, name) for name in ("requests", "kv_len", "new_tokens")}
+    return Workload(**counts) if any(value is not None for value in counts.values()) else None
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the decision. Errors are raised: the caller shows them."""
     from anyattn.api import select
@@ -149,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
         deterministic=args.deterministic,
         features=args.feature,
         kind=None if args.kind is None else ModelKind(args.kind),
+        workload=workload_of(args),
+        route=False if args.route is None else args.route or True,
         host=args.assume,
         **{name: getattr(args, name) for name in _PHASES},
     )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
+from measured_fakes import bucket, entry, table
 from select_fakes import both, host, prefer, record, request, run
 
 from anyattn.core.capabilities import ModelKind, Phase
-from anyattn.core.select.rank import Measured, Measurements, bucket, load_measurements, rank
-from anyattn.errors import ConfigError
+from anyattn.core.measure import Timing
+from anyattn.core.select.measured import NO_TIMES, PhaseTimes
+from anyattn.core.select.rank import Rank, rank
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 NAMES = ("a", "b", "c")
 
 
-def order(*preferences: object, times: Measurements | None = None, phase: Phase = DECODE) -> list[str]:
-    ranks = rank(NAMES, phase, request(), host(), preferences, times)  # type: ignore[arg-type]
-    return [r.backend for r in ranks]
+def ranked(*preferences: object, times: PhaseTimes = NO_TIMES, phase: Phase = DECODE) -> tuple[Rank, ...]:
+    return rank(NAMES, phase, request(), host(), preferences, times)  # type: ignore[arg-type]
 
 
-def table(**seconds: float) -> Measurements:
-    entries = {name: Measured(value, 0.05) for name, value in seconds.items()}
-    return {("Fake GPU", DECODE, bucket(request())): entries}
+def order(*preferences: object, times: PhaseTimes = NO_TIMES, phase: Phase = DECODE) -> list[str]:
+    return [r.backend for r in ranked(*preferences, times=times, phase=phase)]
+
+
+def seen(*entries: dict[str, Timing]) -> PhaseTimes:
+    """Times of buckets that differ in their length."""
+    found = {bucket(kv_len=1024 << i): times for i, times in enumerate(entries)}
+    return PhaseTimes(table(found), tuple(found.items()))
 
 
 def test_registration_decides_last() -> None:
@@ -49,58 +51,79 @@ def test_verify_and_draft_fall_back_to_the_lists_of_prefill_and_decode() -> None
 
 
 def test_evidence_tells_the_list_its_date_and_library() -> None:
-    entry = prefer("b", phase=DECODE, library="blib 1.2")
-    found = rank(NAMES, DECODE, request(), host(), [entry])
+    found = ranked(prefer("b", phase=DECODE, library="blib 1.2"))
     assert found[0].evidence == "a guess (2026-01-02, blib 1.2)"
     assert "order of registration" in found[1].evidence
 
 
 def test_measured_beats_preferred() -> None:
-    lists = prefer("a", phase=DECODE)
-    assert order(lists, times=table(a=3e-4, c=1e-4)) == ["c", "a", "b"]
-    found = rank(NAMES, DECODE, request(), host(), [lists], table(a=3e-4, c=1e-4))
+    found = ranked(prefer("a", phase=DECODE), times=seen(entry(a=300, c=100)))
+    assert [r.backend for r in found] == ["c", "a", "b"]
     assert [r.how for r in found] == ["measured", "measured", "priority"]
+    assert found[0].evidence == "3.00 x faster than a, 1 bucket of table fake (Fake GPU, 2026-11-29)"
+    assert found[1].evidence.startswith("3.00 x slower than c, ")
+
+
+def test_the_mean_over_buckets_is_geometric() -> None:
+    """By sums a would win (401 to 402), by ratios c does."""
+    found = ranked(prefer("a", phase=DECODE), times=seen(entry(a=1, c=0.5), entry(a=400, c=401.5)))
+    assert found[0].backend == "c"
+    assert found[0].evidence.startswith("1.41 x faster than a (1.00 to 2.00), 2 buckets ")
 
 
 def test_a_difference_inside_the_noise_flips_nothing() -> None:
-    assert order(prefer("a", phase=DECODE), times=table(a=1.04e-4, c=1e-4))[0] == "a"
-    assert order(prefer("a", phase=DECODE), times=table(a=1.06e-4, c=1e-4))[0] == "c"
+    lists = prefer("a", phase=DECODE)
+    assert order(lists, times=seen(entry(0.05, a=104, c=100)))[0] == "a"
+    assert order(lists, times=seen(entry(0.05, a=106, c=100)))[0] == "c"
+    assert order(lists, times=seen(entry(0.0, a=101.9, c=100)))[0] == "a", "2 % is noise without a spread too"
+    assert order(lists, times=seen(entry(0.0, a=102.1, c=100)))[0] == "c"
+
+
+def test_the_noise_is_that_of_both() -> None:
+    loud = {"a": Timing(1.06e-4, 0.0), "c": Timing(1e-4, 0.1)}
+    assert order(prefer("a", phase=DECODE), times=seen(loud))[0] == "a"
+    quiet = {"a": Timing(1.06e-4, 0.1), "c": Timing(1e-4, 0.0)}
+    assert order(prefer("a", phase=DECODE), times=seen(quiet))[0] == "a"
+
+
+def test_equal_times_leave_the_choice_to_the_list_and_say_so() -> None:
+    found = ranked(prefer("a", phase=DECODE), times=seen(entry(a=101, c=100)))
+    assert (found[0].backend, found[0].how) == ("a", "priority")
+    assert found[0].evidence == (
+        "a guess (2026-01-02); measured within 2% of c, 1 bucket of table fake (Fake GPU, 2026-11-29)"
+    )
+
+
+def test_among_those_equal_to_the_fastest_the_preferred_one_wins() -> None:
+    found = ranked(prefer("a", "b", "c", phase=DECODE), times=seen(entry(a=110, b=101, c=100)))
+    assert [r.backend for r in found] == ["b", "c", "a"]
+    assert found[0].how == "measured"
+    assert "1.09 x faster than a" in found[0].evidence, "told beside the backend that it replaces"
 
 
 def test_one_time_alone_compares_nothing() -> None:
-    assert order(prefer("a", phase=DECODE), times=table(c=1e-6))[0] == "a"
+    assert order(prefer("a", phase=DECODE), times=seen(entry(c=1)))[0] == "a"
 
 
-def test_times_of_another_device_phase_or_bucket_do_not_count() -> None:
-    times = table(a=3e-4, c=1e-4)
-    assert order(times=times, phase=PREFILL)[0] == "a"
-    found = rank(NAMES, DECODE, request(dtype="float16"), host(), (), times)
-    assert found[0].backend == "a"
-    found = rank(NAMES, DECODE, request(), host(device_name="Other"), (), times)
-    assert found[0].backend == "a"
+def test_a_backend_without_a_time_keeps_its_place_behind_the_one_before_it() -> None:
+    listed = prefer("a", "b", "c", phase=DECODE)
+    assert order(listed, times=seen(entry(a=300, c=100))) == ["c", "a", "b"]
+    assert order(listed, times=seen(entry(b=300, c=100))) == ["a", "c", "b"]
 
 
-def test_a_measured_decision_says_so(tmp_path: Path) -> None:
-    rows = [
-        {"device": "cuda:x1", "phase": "decode", "bucket": bucket(request()), "backend": n, "seconds": s}
-        for n, s in (("a", 3e-4), ("b", 1e-4))
-    ]
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps(rows))
-    assert load_measurements(path)[("cuda:x1", DECODE, bucket(request()))]["b"] == Measured(1e-4)
-    environ = {"ANYATTN_MEASUREMENTS": str(path)}
-    decision = run((record("a"), record("b")), preferences=both("a"), environ=environ)
+def test_backends_that_skip_buckets_are_compared_where_both_ran() -> None:
+    """b ran only where everything is slow."""
+    listed = prefer("a", "b", phase=DECODE)
+    assert order(listed, times=seen(entry(a=1, c=2), entry(a=100, b=50, c=200)))[:3] == ["b", "a", "c"]
+
+
+def test_a_measured_decision_says_so() -> None:
+    found = {bucket(): entry(a=300, b=100)}
+    decision = run((record("a"), record("b")), preferences=both("a"), tables=[table(found)])
     assert (decision.prefill.backend, decision.decode.backend) == ("a", "b")
     assert decision.decode.how == "measured"
-    assert "100 µs" in decision.decode.evidence
-
-
-@pytest.mark.parametrize("text", ["", "{}x", '[{"device": "d"}]', '[{"phase": "none"}]'])
-def test_an_unreadable_table_is_an_error(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="measurement table"):
-        load_measurements(path)
+    assert "fastest measured" in str(decision)
+    assert "3.00 x faster than a" in str(decision)
 
 
 def test_the_only_backend_says_so() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 from anyattn.core.capabilities import CapabilityRow, Phase
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.rules import RouteRule
+from anyattn.core.measure.use import TableUse
 from anyattn.core.select.codec import from_plain, to_plain
 from anyattn.core.select.request import Request
 from anyattn.errors import ConfigError, SelectionError
 
 __all__ = ["SCHEMA", "Accepted", "Candidate", "Decision", "Degraded", "KVChoice", "PhaseChoice", "Reason",
-           "ReasonCode", "Rejected", "Verdict"]  # fmt: skip
+           "ReasonCode", "Rejected", "Route", "Verdict"]  # fmt: skip
 
 SCHEMA = 1
 """Version of the JSON that `Decision.to_json` writes."""
@@ -122,6 +124,26 @@ class PhaseChoice:
 
 
 @dataclass(frozen=True)
+class Route:
+    """Steps of a phase go to one of several backends on the pool, by size; unknown ones to the first."""
+
+    phase: Phase
+    members: tuple[PhaseChoice, ...]
+    rules: tuple[RouteRule, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        members = [member.to_json() for member in self.members]
+        return {"phase": self.phase.value, "members": members, "rules": to_plain(self.rules)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Route:
+        """The route that `to_json` wrote."""
+        members = tuple(map(PhaseChoice.from_json, data["members"]))
+        return Route(Phase(data["phase"]), members, from_plain(tuple[RouteRule, ...], data["rules"]))
+
+
+@dataclass(frozen=True)
 class KVChoice:
     """The one KV pool that all phases share: tokens a page, layout, element type."""
 
@@ -162,7 +184,8 @@ class Decision:
     """What was chosen for one request on one host, how, and why nothing else was.
 
     `verify` and `draft` are None where no backend can take the role; the decision stands without them.
-    `candidates` holds a verdict for every backend and phase; `versions` what the choice ran on.
+    `candidates` holds a verdict for every backend and phase; `versions` what the choice ran on. `routes`:
+    phases whose steps go to several backends; `measured`: tables of this architecture, used or why not.
     """
 
     schema: int
@@ -176,6 +199,12 @@ class Decision:
     candidates: tuple[Candidate, ...]
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    routes: tuple[Route, ...] = ()
+    measured: tuple[TableUse, ...] = ()
+
+    def route(self, phase: Phase) -> Route | None:
+        """How steps of a phase are routed; None = all go to `phase(…)`."""
+        return next((route for route in self.routes if route.phase is phase), None)
 
     def phase(self, phase: Phase) -> PhaseChoice:
         """The choice for a phase.
@@ -203,6 +232,8 @@ class Decision:
             "kv": to_plain(self.kv),
             **{name: None if choice is None else choice.to_json() for name, choice in phases.items()},
             "candidates": [c.to_json() for c in self.candidates],
+            "routes": [route.to_json() for route in self.routes],
+            "measured": to_plain(self.measured),
             "versions": dict(self.versions),
             "notes": list(self.notes),
             "digest": self.digest(),
@@ -229,6 +260,8 @@ class Decision:
                 candidates=tuple(Candidate.from_json(c) for c in data["candidates"]),
                 versions=dict(data["versions"]),
                 notes=tuple(data["notes"]),
+                routes=tuple(map(Route.from_json, data.get("routes", ()))),
+                measured=from_plain(tuple[TableUse, ...], data.get("measured", ())),
                 **phases,  # type: ignore[arg-type]
             )
         except ConfigError:
@@ -245,14 +278,16 @@ class Decision:
     def digest(self) -> str:
         """16 hex digits, equal on all ranks that decided alike.
 
-        Covers the request without its device index, the architecture, the pool, the classes chosen and
-        their versions. Leaves out what differs between ranks without meaning: device names, memory, paths.
+        Covers the request without its device index, the architecture, the pool, the classes chosen, their
+        versions and routes. Leaves out what differs between ranks without meaning: device names, memory,
+        paths.
         """
         request = self.request.to_json()
         request["device"] = self.request.device.partition(":")[0]
         phases = {p.value: _identity(getattr(self, p.value)) for p in Phase}
         head = {"schema": self.schema, "target": self.host.target, "kv": to_plain(self.kv)}
         body = head | phases | {"request": request, "versions": dict(self.versions)}
+        body |= {f"route {r.phase.value}": _route_identity(r) for r in self.routes}
         text = json.dumps(body, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -272,6 +307,10 @@ def _identity(choice: PhaseChoice | None) -> list[Any] | None:
     if choice is None:
         return None
     return [choice.backend, choice.target, choice.method, choice.kernel_page]
+
+
+def _route_identity(route: Route) -> list[Any]:
+    return [[_identity(member) for member in route.members], to_plain(route.rules)]
 
 
 def _optional_choice(data: Mapping[str, Any] | None) -> PhaseChoice | None:

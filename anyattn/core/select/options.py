@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from anyattn.core.capabilities import BackendRecord, CapabilityRow, Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.registry import Registry
 from anyattn.core.select.choices import Choice
 from anyattn.core.select.decision import Degraded, Rejected, Verdict
-from anyattn.core.select.rank import Measurements, Rank, rank
+from anyattn.core.select.measured import NO_TIMES, PhaseTimes, phase_times
+from anyattn.core.select.rank import Rank, rank
 from anyattn.core.select.request import Request
 from anyattn.core.select.validate import judge_rows, validate
 
@@ -40,12 +42,16 @@ class Option:
 
 @dataclass(frozen=True)
 class Field:
-    """All candidates of a phase. `open` are the options if nobody had chosen, `options` those in play."""
+    """All candidates of a phase. `open` are the options if nobody had chosen, `options` those in play.
+
+    `times` are the measured ones that count.
+    """
 
     phase: Phase
     verdicts: Mapping[str, Verdict]
     open: tuple[Option, ...]
     choice: Choice | None = None
+    times: PhaseTimes = NO_TIMES
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -61,7 +67,7 @@ class Field:
 
     def relaxed(self) -> Field:
         """The field without its explicit choice."""
-        return Field(self.phase, self.verdicts, self.open)
+        return Field(self.phase, self.verdicts, self.open, times=self.times)
 
     def names(self) -> tuple[str, ...]:
         """Backends that pass on their own, best first."""
@@ -74,7 +80,7 @@ def survey(
     facts: HostFacts,
     registry: Registry,
     preferences: Sequence[Preference],
-    measurements: Measurements | None,
+    tables: Sequence[MeasuredTable],
     choice: Choice | None,
 ) -> Field:
     """Judge and rank all registered backends for one phase."""
@@ -88,7 +94,9 @@ def survey(
         r.name: judged[r.name][0][1] if judged[r.name] else validate(r, phase, request, facts)
         for r in registry.records()
     }
-    ranks = rank(tuple(passing), phase, request, facts, preferences, measurements)
+    rows = {name: [row for row, _ in items] for name, items in passing.items()}
+    times = phase_times(tables, phase, request, facts, rows)
+    ranks = rank(tuple(passing), phase, request, facts, preferences, times)
     if len(ranks) == 1:
         ranks = (Rank(ranks[0].backend, "only", "no other backend passes"),)
     options = [
@@ -96,4 +104,4 @@ def survey(
         for place, entry in enumerate(ranks)
         for row, verdict in passing[entry.backend]
     ]
-    return Field(phase, verdicts, tuple(sorted(options, key=lambda o: o.cost)), choice)
+    return Field(phase, verdicts, tuple(sorted(options, key=lambda o: o.cost)), choice, times)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from anyattn.core.capabilities import ModelKind, Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.compare import Comparison, compare, order
 from anyattn.core.select.explain import UNLISTED
+from anyattn.core.select.measured import NO_TIMES, PhaseTimes
 from anyattn.core.select.request import Request
-from anyattn.errors import ConfigError
 
-__all__ = ["Measured", "Measurements", "Rank", "bucket", "load_measurements", "rank"]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Median time of one backend in a bucket and its relative spread (0.05 = 5 %)."""
-
-    seconds: float
-    spread: float = 0.0
-
-
-Measurements = Mapping[tuple[str, Phase, str], Mapping[str, Measured]]
-"""(device name or `platform:arch`, phase, bucket) -> backend -> time."""
+__all__ = ["Rank", "rank"]
 
 _ALSO = {Phase.VERIFY: Phase.PREFILL, Phase.DRAFT: Phase.DECODE}
 """Phases whose kernels are those of another: its list counts where they have none."""
@@ -38,30 +25,6 @@ class Rank:
     backend: str
     how: str
     evidence: str
-
-
-def bucket(request: Request) -> str:
-    """The shape bucket of a request: kind, dtypes and the largest layer's heads."""
-    spec = max(request.specs, key=lambda s: (s.head_dim, s.num_q_heads))
-    heads = f"h{spec.num_q_heads}/{spec.num_kv_heads}-d{spec.head_dim}/{spec.v_head_dim}"
-    return f"{request.model_kind.value}-{request.dtype}-{request.kv_dtype}-{heads}"
-
-
-def load_measurements(path: str | Path) -> Measurements:
-    """A table written as JSON: a list of `{device, phase, bucket, backend, seconds, spread}`.
-
-    Raises:
-        ConfigError: the file can't be read or has other fields.
-    """
-    table: dict[tuple[str, Phase, str], dict[str, Measured]] = {}
-    try:
-        for item in json.loads(Path(path).read_text(encoding="utf-8")):
-            key = (str(item["device"]), Phase(item["phase"]), str(item["bucket"]))
-            measured = Measured(float(item["seconds"]), float(item.get("spread", 0.0)))
-            table.setdefault(key, {})[str(item["backend"])] = measured
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("measurement table can't be read", asked=f"{path}: {error}") from error
-    return table
 
 
 def _preferred(
@@ -80,43 +43,65 @@ def _preferred(
     return found
 
 
-def _by_time(times: Mapping[str, Measured], preferred: Sequence[str]) -> list[str]:
-    """Fastest first. Times within the noise of the fastest are equal and keep the preferred order."""
-    best = min(times.values(), key=lambda m: m.seconds)
-
-    def key(name: str) -> tuple[float, int]:
-        entry = times[name]
-        noise = max(entry.spread, best.spread) * best.seconds
-        return (0.0 if entry.seconds - best.seconds <= noise else entry.seconds, preferred.index(name))
-
-    return sorted(times, key=key)
-
-
 def rank(
     names: Sequence[str],
     phase: Phase,
     request: Request,
     facts: HostFacts,
     preferences: Sequence[Preference],
-    measurements: Measurements | None = None,
+    times: PhaseTimes = NO_TIMES,
 ) -> tuple[Rank, ...]:
     """Backends best first. `names` come in registration order, which decides where nothing else does.
 
-    A measured table counts where it compares at least two of the names: one time alone says nothing.
+    Measured times reorder those that they compare, where the difference exceeds the noise. A backend
+    without a time stays behind the one that it was preferred next after: nothing speaks against that.
     """
     listed = _preferred(phase, request.model_kind, facts, preferences)
     places = {name: i for i, name in enumerate(listed)}
-    order = sorted(names, key=lambda n: places.get(n, len(places)))
+    wanted = sorted(names, key=lambda n: places.get(n, len(places)))
     fallback = f"{UNLISTED} for {facts.target}: order of registration"
-    ranks = {n: Rank(n, "priority", listed.get(n, fallback)) for n in order}
-    table = measurements or {}
-    devices = (facts.device_name, facts.target)
-    found = next((table[k] for d in devices if (k := (d, phase, bucket(request))) in table), {})
-    times = {n: found[n] for n in order if n in found}
-    if len(times) < 2:
+    ranks = {n: Rank(n, "priority", listed.get(n, fallback)) for n in wanted}
+    timed = [n for n in wanted if any(n in entry for entry in times.times)]
+    if len(timed) < 2:
         return tuple(ranks.values())
-    timed = [
-        Rank(n, "measured", f"{times[n].seconds * 1e6:.0f} µs in bucket {bucket(request)}")
-        for n in _by_time(times, order)
-    ]
-    return (*timed, *(r for n, r in ranks.items() if n not in times))
+    fastest = order(timed, times.times)
+    for name in timed:
+        ranks[name] = _with_time(ranks[name], timed[0], fastest, times)
+    return tuple(ranks[name] for name in _in_order(wanted, fastest))
+
+
+def _in_order(wanted: Sequence[str], fastest: Sequence[str]) -> list[str]:
+    """`fastest`, each followed by those without a time that came after it; who came first stays first."""
+    groups: dict[str, list[str]] = {"": []}
+    leader = ""
+    for name in wanted:
+        leader = name if name in fastest else leader
+        groups.setdefault(leader, []).append(name)
+    return [name for leader in ("", *fastest) for name in groups[leader]]
+
+
+def _with_time(entry: Rank, preferred: str, fastest: Sequence[str], times: PhaseTimes) -> Rank:
+    """What the times say of one backend: the fastest beside the preferred one, the others beside the fastest.
+
+    Where the two are within the noise of each other, it's the list that decided.
+    """
+    rivals = [n for n in dict.fromkeys((preferred, *fastest)) if n != entry.backend]
+    if entry.backend != fastest[0]:
+        rivals.sort(key=lambda n: n != fastest[0])
+    found = ((n, compare(entry.backend, n, times.times)) for n in rivals)
+    rival, seen = next((n, c) for n, c in found if c is not None)
+    if not (seen.faster or seen.slower):
+        within = f"measured within {seen.noise:.0%} of {rival}, {_where(seen, times)}"
+        return Rank(entry.backend, "priority", f"{entry.evidence}; {within}")
+    ratio = 1 / seen.ratio if seen.faster else seen.ratio
+    spread = sorted((1 / seen.lowest, 1 / seen.highest) if seen.faster else (seen.lowest, seen.highest))
+    word = "faster" if seen.faster else "slower"
+    extremes = f" ({spread[0]:.2f} to {spread[1]:.2f})" if seen.buckets > 1 else ""
+    text = f"{ratio:.2f} x {word} than {rival}{extremes}, {_where(seen, times)}"
+    return Rank(entry.backend, "measured", text)
+
+
+def _where(seen: Comparison, times: PhaseTimes) -> str:
+    assert times.table is not None
+    made, many = times.table.provenance, "s" if seen.buckets > 1 else ""
+    return f"{seen.buckets} bucket{many} of table {times.table.name} ({made.device}, {made.date})"

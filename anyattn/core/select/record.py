@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from anyattn import __version__
 from anyattn.core.capabilities import BackendRecord, Phase
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.table import MeasuredTable
+from anyattn.core.measure.use import TableUse
 from anyattn.core.registry import Registry
 from anyattn.core.select.choices import Wishes
 from anyattn.core.select.decision import (
@@ -20,14 +23,17 @@ from anyattn.core.select.decision import (
     Reason,
     ReasonCode,
     Rejected,
+    Route,
     Verdict,
 )
 from anyattn.core.select.explain import phrase
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.libraries import importable, providers_in_use
+from anyattn.core.select.measured import PhaseTimes, looked_at
 from anyattn.core.select.options import Field, Option
 from anyattn.core.select.pages import describe_pages, kernel_page
 from anyattn.core.select.request import Request
+from anyattn.core.select.routes import ROUTED, members, rules_of
 from anyattn.core.select.validate import distance, is_built, is_near
 
 __all__ = ["record"]
@@ -42,8 +48,9 @@ def record(
     wishes: Wishes,
     fields: Mapping[Phase, Field],
     joint: Joint,
+    tables: Sequence[MeasuredTable] = (),
 ) -> Decision:
-    """The decision, with a verdict on every backend in every phase."""
+    """The decision, with a verdict on every backend in every phase. `tables` are those it was ranked by."""
 
     def choice(phase: Phase, option: Option) -> PhaseChoice:
         return _choice(request, fields[phase], option, joint)
@@ -53,6 +60,9 @@ def record(
         for entry in registry.records()
         for field in fields.values()
     )
+    ranked = [fields[phase].times for phase in ROUTED if fields[phase].choice is None]
+    measured = looked_at(tables, facts, ranked)
+    routes = tuple(_routes(request, registry, fields, joint))
     return Decision(
         schema=SCHEMA,
         request=request,
@@ -64,8 +74,52 @@ def record(
         draft=None if joint.draft is None else choice(Phase.DRAFT, joint.draft),
         candidates=candidates,
         versions=_versions(facts, joint),
-        notes=tuple(_notes(wishes, fields, joint)),
+        notes=(
+            *_notes(wishes, fields, joint),
+            *_measured_notes(measured, ranked),
+            *_route_notes(request, fields, routes),
+        ),
+        routes=routes,
+        measured=measured,
     )
+
+
+def _measured_notes(measured: Sequence[TableUse], ranked: Sequence[PhaseTimes]) -> Iterator[str]:
+    """Which table isn't used, or what of one that is; nothing where every phase was chosen explicitly."""
+    for table in measured if ranked else ():
+        if not table.used:
+            yield f"measured table {table.table} isn't used: {table.reason}"
+    yield from dict.fromkeys(text for times in ranked if times.entries for text in times.remarks)
+
+
+def _routes(
+    request: Request, registry: Registry, fields: Mapping[Phase, Field], joint: Joint
+) -> Iterator[Route]:
+    """Phases where more than one backend is the fastest of some measured step."""
+    for phase in ROUTED if request.route is not None else ():
+        able = members(fields[phase], joint, request, registry)
+        rules = rules_of(fields[phase], joint, tuple(able))
+        used = {rule.backend for rule in rules}
+        first = next(iter(able))
+        if used - {first}:
+            names = [name for name in able if name == first or name in used]
+            chosen = tuple(_choice(request, fields[phase], able[name], joint) for name in names)
+            yield Route(phase, chosen, rules)
+
+
+def _route_notes(request: Request, fields: Mapping[Phase, Field], routes: Sequence[Route]) -> Iterator[str]:
+    told = {route.phase: route for route in routes}
+    for phase in ROUTED if request.route is not None else ():
+        if phase in told:
+            shares = Counter(rule.backend for rule in told[phase].rules)
+            parts = ", ".join(f"{name} {count}" for name, count in shares.most_common())
+            yield f"{phase.value}: routed by measured steps ({parts})"
+        elif fields[phase].choice is not None:
+            yield f"{phase.value}: not routed, it was chosen explicitly"
+        else:
+            compared = "one backend is the fastest of every measured step"
+            nothing = "no measured table compares backends for this model and device"
+            yield f"{phase.value}: not routed, {compared if fields[phase].times.routable else nothing}"
 
 
 def _choice(request: Request, field: Field, option: Option, joint: Joint) -> PhaseChoice:

@@ -10,6 +10,7 @@ from typing import Any
 from anyattn.core.arguments import check_instance, check_whole
 from anyattn.core.capabilities import Feature, ModelKind, Phase
 from anyattn.core.feature_check import layer_features
+from anyattn.core.measure.bucket import Workload
 from anyattn.core.select.codec import from_plain, to_plain
 from anyattn.core.spec import AttentionSpec, Limits
 from anyattn.core.traits import Determinism
@@ -75,6 +76,9 @@ class Request:
         deterministic: the `Determinism` wanted, as a number.
         features: asked for in calls, beyond what the specs say (LSE, KV_SCALES, …).
         kind: the model kind where specs can't tell (SPARSE, LINEAR); None = MLA or DENSE, from the specs.
+        workload: the usual step, which measured times are read for; None = all measured steps alike.
+        route: backends that steps may be routed among, by measured shape; () = any that pass, None = one
+            backend a phase.
 
     Raises:
         ConfigError: no specs, a page below 1, an unknown dtype (UnknownNameError).
@@ -95,6 +99,8 @@ class Request:
     deterministic: int = 0
     features: frozenset[Feature] = frozenset()
     kind: ModelKind | None = None
+    workload: Workload | None = None
+    route: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -103,6 +109,13 @@ class Request:
         if self.deterministic not in set(Determinism):
             hint = "0 none, 1 run-to-run, 2 batch-invariant"
             raise ConfigError("deterministic", asked=self.deterministic, allowed="0, 1 or 2", hint=hint)
+        if self.route is not None and self.deterministic >= Determinism.BATCH_INVARIANT:
+            raise ConfigError(
+                "a step that is routed by its shape isn't batch-invariant",
+                asked="route with deterministic='batch-invariant'",
+                allowed="one of the two",
+                hint="leave route out",
+            )
 
     def _check_types(self) -> None:
         if not self.specs:
@@ -116,6 +129,8 @@ class Request:
             check_instance("limits", self.limits, Limits, "anyattn.Limits(max_requests=..., ...)")
         if self.page_size is not None:
             check_whole("page_size counts tokens", self.page_size, 1, hint="leave it out to have it chosen")
+        if self.workload is not None:
+            check_instance("workload", self.workload, Workload, "anyattn.Workload(requests=..., kv_len=...)")
         for name in ("layout", "backend", *(phase.value for phase in Phase)):
             value = getattr(self, name)
             if value is not None:

@@ -8,16 +8,16 @@ from typing import Any
 
 from anyattn.core.capabilities import Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.shipped import tables_for
+from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.registry import Registry
 from anyattn.core.select.choices import Wishes, gather
 from anyattn.core.select.decision import Decision
 from anyattn.core.select.joint import Joint, solve_joint
 from anyattn.core.select.options import Field, survey
-from anyattn.core.select.rank import Measurements, load_measurements
 from anyattn.core.select.record import record
 from anyattn.core.select.refuse import refuse_choices, refuse_nobody, refuse_pool
 from anyattn.core.select.request import Request
-from anyattn.env import read
 from anyattn.errors import UnknownNameError
 
 __all__ = ["decide"]
@@ -31,14 +31,14 @@ def decide(
     *,
     environ: Mapping[str, str] | None = None,
     pins: Sequence[Mapping[str, Any]] | None = None,
-    measurements: Measurements | None = None,
+    tables: Sequence[MeasuredTable] | None = None,
 ) -> Decision:
     """Choose backends, pool page and layout. Imports no backend.
 
     Args:
         environ: variables to read, default the process's own.
         pins: pinned decisions (see `choices.load_pins`), default those of `ANYATTN_PINS`.
-        measurements: times to rank by, default those of `ANYATTN_MEASUREMENTS`.
+        tables: measured times to rank by, default those of `ANYATTN_MEASUREMENTS`, else those that ship.
 
     Raises:
         UnknownNameError: an unknown backend or layout.
@@ -46,16 +46,15 @@ def decide(
     """
     wishes = gather(request, facts, registry, environ=environ, pins=pins)
     _check_layout(wishes.layout, registry)
-    path = read("ANYATTN_MEASUREMENTS", environ)
-    if measurements is None and path is not None:
-        measurements = load_measurements(path)
+    if tables is None:
+        tables = tables_for(facts.target, environ)
     asked = replace(request, page_size=wishes.page_size, layout=wishes.layout)
     fields = {
-        phase: survey(phase, asked, facts, registry, preferences, measurements, wishes.phases.get(phase))
+        phase: survey(phase, asked, facts, registry, preferences, tables, wishes.phases.get(phase))
         for phase in Phase
     }
     joint = _solve(fields, _required(request, wishes), facts, wishes)
-    return record(request, facts, registry, wishes, fields, joint)
+    return record(request, facts, registry, wishes, fields, joint, tables)
 
 
 def _check_layout(layout: str | None, registry: Registry) -> None:

@@ -1,0 +1,88 @@
+"""From a bench result to a table: times of backends, by bucket, without peers and mixed steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anyattn.core.capabilities import Phase
+from anyattn.core.measure.bucket import Bucket, Shape, power_of_two
+from anyattn.core.measure.table import MeasuredTable, Provenance, Times, Timing, combined
+from anyattn.errors import ConfigError
+
+__all__ = ["BENCH_SCHEMA", "from_bench"]
+
+BENCH_SCHEMA = "anyattn.bench/1"
+
+_PHASES = {"decode": Phase.DECODE, "extend": Phase.PREFILL, "verify": Phase.VERIFY}
+"""Phase of a cell by its kind of step; mixed steps are no role of their own."""
+
+
+def from_bench(data: Any, *, arch: str = "", command: str = "", units: int | None = None) -> MeasuredTable:
+    """The table of a bench result.
+
+    A cell counts where two backends or more were timed: one time alone says nothing. Cells of one bucket
+    become one entry (`table.combined`).
+
+    Args:
+        arch: `platform:arch`, where the result doesn't say it. command: what produced it, likewise.
+        units: SMs, CUs or cores of the device.
+
+    Raises:
+        ConfigError: another schema, fields that don't fit, or nothing that compares two backends.
+    """
+    schema = data.get("schema") if isinstance(data, Mapping) else f"a {type(data).__name__}"
+    if schema != BENCH_SCHEMA:
+        hint = "write one with `anyattn bench --out FILE`"
+        raise ConfigError("schema of a bench result", asked=repr(schema), allowed=BENCH_SCHEMA, hint=hint)
+    cells: dict[Bucket, list[Times]] = {}
+    try:
+        for entry in data["cells"]:
+            bucket, times = _bucket(entry), _times(entry["results"])
+            if bucket is not None and len(times) > 1:
+                cells.setdefault(bucket, []).append(times)
+        provenance = _provenance(data, arch, command, units)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        asked = f"{type(error).__name__}: {error}"
+        raise ConfigError("fields of a bench result", asked=asked, allowed="as saved") from error
+    if not cells:
+        hint = "run more backends: anyattn bench --backends …"
+        raise ConfigError("no cell compares two backends", asked=f"{len(data['cells'])} cells", hint=hint)
+    return MeasuredTable(provenance, {bucket: combined(found) for bucket, found in cells.items()})
+
+
+def _provenance(data: Mapping[str, Any], arch: str, command: str, units: int | None) -> Provenance:
+    where = str(data.get("arch") or arch)
+    return Provenance(
+        device=str(data["device"]),
+        arch=where if ":" in where else arch,
+        versions={str(name): str(version) for name, version in data["versions"].items() if version},
+        date=str(data["date"])[:10],
+        commit=str(data.get("commit") or ""),
+        command=str(data.get("command") or command),
+        units=data.get("units", units),
+    )
+
+
+def _bucket(entry: Mapping[str, Any]) -> Bucket | None:
+    cell = entry["cell"]
+    step = cell.get("step") or ("decode" if cell["new"] == 1 else "extend")
+    if step not in _PHASES:
+        return None
+    mla = (cell["dim"], cell["num_kv"]) == (576, 1) and cell["v_dim"] == 512
+    window = cell.get("window")
+    shape = Shape(
+        q_heads=cell["num_q"], kv_heads=cell["num_kv"], head_dim=cell["dim"], v_head_dim=cell["v_dim"],
+        dtype=cell["dtype"], kv_dtype=cell["kv_dtype"], mla=mla,
+        window=None if window is None else power_of_two(window),
+    )  # fmt: skip
+    return Bucket(
+        phase=_PHASES[step], shape=shape, page=cell["page"], layout=cell.get("layout", "NHD"),
+        run=entry["mode"], requests=cell["batch"], kv_len=cell["prefix"] + cell["new"],
+        new_tokens=cell["new"],
+    )  # fmt: skip
+
+
+def _times(results: Any) -> dict[str, Timing]:
+    ours = [result for result in results if result["kind"] == "backend"]
+    return {str(r["name"]): Timing(float(r["median_s"]), float(r["spread"])) for r in ours}

@@ -1,0 +1,169 @@
+"""A measured table: median times by bucket and backend, with where they come from. JSON both ways.
+
+{"schema": "anyattn.measured/1", "device", "arch", "units", "versions", "date", "commit", "command",
+ "entries": [{"bucket": {…}, "times": {"triton": [seconds, spread], …}}, …]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from anyattn.core.measure.bucket import Bucket
+from anyattn.core.measure.versions import differing
+from anyattn.errors import ConfigError
+
+__all__ = ["SCHEMA", "MeasuredTable", "Provenance", "Timing", "load_table", "merge_tables"]
+
+SCHEMA = "anyattn.measured/1"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of a call, and its spread: interquartile range over median (0.03 = 3 %)."""
+
+    seconds: float
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.seconds > 0 and self.spread >= 0):
+            asked = f"{self.seconds} s, spread {self.spread}"
+            raise ConfigError("a measured time", asked=asked, allowed="seconds > 0, spread >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where times come from.
+
+    Attributes:
+        device: its name. arch: `platform:arch`. units: SMs, CUs or CPU cores, where known.
+        versions: distribution -> version, of torch, Triton, this package and the kernel libraries.
+        date: YYYY-MM-DD. commit, command: what ran.
+    """
+
+    device: str
+    arch: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    commit: str = ""
+    command: str = ""
+    units: int | None = None
+
+
+Times = Mapping[str, Timing]
+"""Backend -> time, of one bucket."""
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """Times of one device. `name` stands for it in texts: the file's, without its folder and ending."""
+
+    provenance: Provenance
+    entries: Mapping[Bucket, Times]
+    name: str = "unsaved"
+
+    def backends(self) -> tuple[str, ...]:
+        """Everybody who has a time, in order of appearance."""
+        return tuple(dict.fromkeys(name for times in self.entries.values() for name in times))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        own = {k: v for k, v in vars(self.provenance).items() if v is not None}
+        entries = [
+            {"bucket": bucket.to_json(), "times": {n: [t.seconds, t.spread] for n, t in times.items()}}
+            for bucket, times in self.entries.items()
+        ]
+        return {"schema": SCHEMA, **own, "versions": dict(self.provenance.versions), "entries": entries}
+
+    @staticmethod
+    def from_json(data: Any, name: str = "unsaved") -> MeasuredTable:
+        """The table that `to_json` wrote.
+
+        Raises:
+            ConfigError: another schema, or fields that don't fit.
+        """
+        schema = data.get("schema") if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        if schema != SCHEMA:
+            hint = "make one: anyattn bench --from RESULT.json --write TABLE.json"
+            raise ConfigError("schema of a measured table", asked=repr(schema), allowed=SCHEMA, hint=hint)
+        try:
+            own = {k: v for k, v in data.items() if k not in ("schema", "entries")}
+            entries = {Bucket.from_json(e["bucket"]): _times(e["times"]) for e in data["entries"]}
+            return MeasuredTable(Provenance(**own), entries, name)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            asked = f"{name}: {type(error).__name__}: {error}"
+            raise ConfigError("fields of a measured table", asked=asked, allowed="as saved") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, an entry a line, so that a changed time is a diff of one line.
+
+        Raises:
+            ConfigError: the file can't be written.
+        """
+        data = self.to_json()
+        lines = ",\n  ".join(json.dumps(e) for e in data.pop("entries"))
+        head = json.dumps(data, indent=1).removesuffix("\n}")
+        try:
+            Path(path).write_text(f'{head},\n "entries": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("a measured table can't be written", asked=f"{path}: {error}") from error
+
+
+def _times(data: Mapping[str, Sequence[float]]) -> Times:
+    return {str(name): Timing(float(seconds), float(spread)) for name, (seconds, spread) in data.items()}
+
+
+def load_table(path: str | Path) -> MeasuredTable:
+    """The table in a file.
+
+    Raises:
+        ConfigError: it can't be read, isn't JSON, or no table.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        hint = "ANYATTN_MEASUREMENTS=none ranks without measurements"
+        raise ConfigError("measured table can't be read", asked=f"{path}: {error}", hint=hint) from error
+    return MeasuredTable.from_json(data, Path(path).stem)
+
+
+def merge_tables(older: MeasuredTable, newer: MeasuredTable) -> MeasuredTable:
+    """Both tables' buckets; where both have one, the newer's: times of two runs don't compare.
+
+    Raises:
+        ConfigError: other devices, or other versions (major.minor) of a library.
+    """
+    a, b = older.provenance, newer.provenance
+    if (a.device, a.arch) != (b.device, b.arch):
+        asked = f"{a.device} ({a.arch}) and {b.device} ({b.arch})"
+        raise ConfigError("tables of two devices don't merge", asked=asked, allowed="one device")
+    changed = differing(a.versions, b.versions)
+    if changed:
+        told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        hint = "replace the table, or measure the missing cells again"
+        raise ConfigError("tables of two versions don't merge", asked=told, allowed="equal", hint=hint)
+    commands = dict.fromkeys(filter(None, (a.command, b.command)))
+    where = replace(b, versions={**a.versions, **b.versions}, command="; ".join(commands))
+    return MeasuredTable(where, {**older.entries, **newer.entries}, newer.name)
+
+
+def combined(cells: Iterable[Times]) -> Times:
+    """One entry from several cells of a bucket: geometric means of the backends that all cells timed.
+
+    Where fewer than two are common, the cell with most backends stands for all.
+    """
+    found = list(cells)
+    common = [name for name in found[0] if all(name in cell for cell in found)]
+    if len(common) < 2:
+        return max(found, key=len)
+    return {name: _mean([cell[name] for cell in found]) for name in common}
+
+
+def _mean(timings: Sequence[Timing]) -> Timing:
+    product = 1.0
+    for timing in timings:
+        product *= timing.seconds ** (1 / len(timings))
+    return Timing(product, max(t.spread for t in timings))

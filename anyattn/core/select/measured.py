@@ -1,0 +1,181 @@
+"""Which measured times count for a request on a host: where device, versions and bucket match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from anyattn import __version__
+from anyattn.core.capabilities import CapabilityRow, Phase
+from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import EAGER, GRAPH, Bucket, Shape, Workload
+from anyattn.core.measure.table import MeasuredTable, Timing
+from anyattn.core.measure.use import TableUse
+from anyattn.core.measure.versions import same_release
+from anyattn.core.select.libraries import providers_in_use
+from anyattn.core.select.request import Request
+
+__all__ = ["NO_TIMES", "Entry", "PhaseTimes", "looked_at", "mismatch", "phase_times"]
+
+FEW_TOKENS = 16
+"""Extends of up to so many new tokens a request are like verification, not like prefill."""
+_NEAR = 1.0
+"""A workload is near a bucket within one step of two in each count."""
+
+Entry = tuple[Bucket, Mapping[str, Timing]]
+Rows = Mapping[str, Sequence[CapabilityRow]]
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Times that count for one phase.
+
+    Attributes:
+        entries: those to rank by. routable: of every workload and both ways to run, to route by.
+        remarks: what of the table doesn't count, and why.
+    """
+
+    table: MeasuredTable | None = None
+    entries: tuple[Entry, ...] = ()
+    routable: tuple[Entry, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def times(self) -> list[Mapping[str, Timing]]:
+        """Of `entries`, without their buckets."""
+        return [times for _, times in self.entries]
+
+
+NO_TIMES = PhaseTimes()
+
+
+def mismatch(table: MeasuredTable, facts: HostFacts) -> str:
+    """Why no time of a table counts on this host; empty if they do."""
+    made = table.provenance
+    if made.device != facts.device_name:
+        return f"made on {made.device}; this is {facts.device_name or facts.target}"
+    if made.units is not None and facts.num_units is not None and made.units != facts.num_units:
+        return f"made with {made.units} cores or units of {made.device}; here are {facts.num_units}"
+    return ""
+
+
+def looked_at(
+    tables: Iterable[MeasuredTable], facts: HostFacts, found: Iterable[PhaseTimes]
+) -> tuple[TableUse, ...]:
+    """A record of every table for this architecture; `found` are times of the phases that were ranked."""
+    times = list(found)
+    return tuple(_use(table, facts, times) for table in tables if table.provenance.arch == facts.target)
+
+
+def _use(table: MeasuredTable, facts: HostFacts, found: Sequence[PhaseTimes]) -> TableUse:
+    p = table.provenance
+    used = any(times.table is table and times.entries for times in found)
+    remarks = dict.fromkeys(remark for times in found for remark in times.remarks)
+    reason = "" if used else mismatch(table, facts) or "; ".join(remarks) or "nothing to compare"
+    return TableUse(table.name, p.device, p.arch, p.versions, p.date, p.commit, p.command, used, reason)
+
+
+def phase_times(
+    tables: Iterable[MeasuredTable], phase: Phase, request: Request, facts: HostFacts, rows: Rows
+) -> PhaseTimes:
+    """Times of the first table that fits the host and knows the model's shapes.
+
+    Args:
+        rows: backend -> its rows that pass, best first: a time counts for the libraries that they run on.
+    """
+    remarks: list[str] = []
+    for table in tables:
+        if table.provenance.arch != facts.target or mismatch(table, facts):
+            continue
+        shaped = _of_model(table, phase, request)
+        if not shaped:
+            remarks.append(f"{table.name} has no bucket of {_shapes(request)[0]} for {phase.value}")
+            continue
+        stale = _stale(table, facts, rows)
+        timed = {n for _, times in shaped for n in times if n in rows}
+        remarks += [f"{name} doesn't count: {why}" for name, why in stale.items() if name in timed]
+        current = timed - set(stale)
+        fresh = [(b, {n: t for n, t in times.items() if n in current}) for b, times in shaped]
+        compared = tuple((b, times) for b, times in fresh if len(times) > 1)
+        chosen, missing = _of_workload(_run_as_asked(compared, phase, request), phase, request)
+        remarks += [f"{table.name} {missing}"] if missing else []
+        return PhaseTimes(table, chosen, compared, tuple(remarks))
+    return PhaseTimes(remarks=tuple(remarks))
+
+
+def _shapes(request: Request) -> tuple[Shape, ...]:
+    found = (Shape.of(spec, request.dtype, request.kv_dtype) for spec in request.distinct_specs)
+    return tuple(dict.fromkeys(found))
+
+
+def _serves(bucket: Bucket, phase: Phase) -> bool:
+    """Drafts decode; verification is an extend of few tokens, and prefill one of many."""
+    if phase in (Phase.DECODE, Phase.DRAFT):
+        return bucket.phase is Phase.DECODE
+    few = bucket.new_tokens <= FEW_TOKENS
+    if phase is Phase.PREFILL:
+        return bucket.phase is Phase.PREFILL and not few
+    return bucket.phase is Phase.VERIFY or (bucket.phase is Phase.PREFILL and few)
+
+
+def _of_model(table: MeasuredTable, phase: Phase, request: Request) -> list[Entry]:
+    """Entries of the model's shapes, or of other shards of them; on its page and layout where there are."""
+    mine = [(b, t) for b, t in table.entries.items() if _serves(b, phase)]
+    found: list[Entry] = []
+    for shape in _shapes(request):
+        exact = [entry for entry in mine if entry[0].shape == shape]
+        found += exact or _nearest_shard(shape, [e for e in mine if e[0].shape.is_sharded(shape)])
+    for name, value in (("page", request.page_size), ("layout", request.layout)):
+        found = [e for e in found if value in (None, getattr(e[0], name))] or found
+    return found
+
+
+def _nearest_shard(shape: Shape, alike: Sequence[Entry]) -> list[Entry]:
+    sizes = {bucket.shape.kv_heads for bucket, _ in alike}
+    if not sizes:
+        return []
+    near = min(sizes, key=lambda heads: max(heads, shape.kv_heads) / min(heads, shape.kv_heads))
+    return [entry for entry in alike if entry[0].shape.kv_heads == near]
+
+
+def _run_as_asked(entries: Sequence[Entry], phase: Phase, request: Request) -> tuple[Entry, ...]:
+    """Prefill runs eagerly, the rest as graphs unless the workload says otherwise; else what there is."""
+    graphs = phase is not Phase.PREFILL and (request.workload or Workload()).graphs
+    wanted = GRAPH if graphs else EAGER
+    return tuple(e for e in entries if e[0].run == wanted) or tuple(entries)
+
+
+def _of_workload(entries: tuple[Entry, ...], phase: Phase, request: Request) -> tuple[tuple[Entry, ...], str]:
+    """Entries near the workload, all without one; and what to say where there are none."""
+    hint = request.workload
+    if hint is None or not entries:
+        return entries, ""
+    counts: tuple[int | None, int | None, int | None] = (hint.requests, hint.kv_len, None)
+    if phase is Phase.PREFILL:
+        counts = (None, None, hint.new_tokens)
+    gaps = [bucket.distance(*counts) for bucket, _ in entries]
+    near = tuple(e for e, gap in zip(entries, gaps, strict=True) if gap <= _NEAR)
+    if near:
+        return near, ""
+    nearest = entries[gaps.index(min(gaps))][0]
+    return (), f"has no bucket near the workload for {phase.value}; the nearest is {nearest}"
+
+
+def _stale(table: MeasuredTable, facts: HostFacts, rows: Rows) -> dict[str, str]:
+    """Backend -> which version it was measured with, where that isn't this host's."""
+    found: dict[str, str] = {}
+    for name, passing in rows.items():
+        for library, here in _runs_on(passing[0], facts).items():
+            then = table.provenance.versions.get(library)
+            if then is None or (here is not None and not same_release(then, here)):
+                found.setdefault(name, f"measured with {library} {then or '(unknown)'}, here is {here}")
+    return found
+
+
+def _runs_on(row: CapabilityRow, facts: HostFacts) -> dict[str, str | None]:
+    """Versions that decide a backend's speed: of this package and its libraries, or of torch without any.
+
+    None is a version that a simulated host leaves open.
+    """
+    libraries = {library.distribution: library.version for library in providers_in_use(row, facts)}
+    return {"anyattn": __version__, **(libraries or {"torch": facts.torch})}
