@@ -24,6 +24,7 @@ from anyattn.kernels.triton.configs import choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
 from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
 from anyattn.kernels.triton.metadata_launch import FusedFiller
+from anyattn.kernels.triton.mla_hopper_launch import mla_forms
 
 __all__ = ["TritonMLA"]
 
@@ -36,7 +37,7 @@ class _Step:
 
     kernel: mla.MLAStep
     tiles: dict[PlanGroup, MLATiles] = field(default_factory=dict)
-    splits: dict[PlanGroup, mla.Partials | None] = field(default_factory=dict)
+    splits: dict[PlanGroup, mla.Partials] = field(default_factory=dict)
 
 
 class TritonMLA(AttentionBackend):
@@ -69,14 +70,31 @@ class TritonMLA(AttentionBackend):
             )
         )  # fmt: skip
         for group, heads in self.config.groups.max_q_heads.items():
-            rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
-            tiles = step.tiles[group] = choose_mla(rows, self.pool.kv_dtype.itemsize, self._arch)
-            if plan.key.mode is ForwardMode.DECODE and not self._invariant:
-                programs = max(1, plan.key.num_requests) * mla.head_blocks(heads, tiles)
-                splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, self._units)
-                step.splits[group] = mla.mla_partials(
-                    plan.key.num_requests, heads, group.v_head_dim, splits, self.pool.device
-                )
+            step.tiles[group] = self._tiles(plan, group, heads)
+            workspace = self._workspace(plan, group, heads, step.tiles[group])
+            if workspace is not None:
+                step.splits[group] = workspace
+
+    def _tiles(self, plan: Plan, group: PlanGroup, heads: int) -> MLATiles:
+        """Batch-invariant steps take those of a long prefill, whatever they are."""
+        rank, rope = group.v_head_dim, group.head_dim - group.v_head_dim
+        forms = mla_forms(self._arch, self.config.dtype, rank, rope, group.logit_cap)
+        rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
+        decode = plan.key.mode is ForwardMode.DECODE and not self._invariant
+        return choose_mla(rows, self.pool.kv_dtype.itemsize, self._arch, forms, decode=decode)
+
+    def _workspace(self, plan: Plan, group: PlanGroup, heads: int, tiles: MLATiles) -> mla.Partials | None:
+        """Splits of decodes and of verifications; other extends have rows enough."""
+        if self._invariant or plan.key.mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+            return None
+        requests, tokens = max(1, plan.key.num_requests), plan.key.num_tokens
+        if plan.key.mode is ForwardMode.DECODE:
+            programs = requests * mla.head_blocks(heads, tiles)
+        else:
+            programs = requests * mla.extend_blocks(heads, max(1, plan.max_q_len), tiles)
+        units = self._units * tiles.programs_per_unit
+        splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, units)
+        return mla.mla_partials(tokens, heads, group.v_head_dim, splits, self.pool.device)
 
     def replan(self, plan: Plan) -> None:
         """Nothing: tiles and splits are a graph's own, and lengths are read on the device."""
@@ -92,15 +110,10 @@ class TritonMLA(AttentionBackend):
         if self._invariant or (method is not None and method.expands):
             self.forward_extend(call)
             return
-        workspace = step.splits[call.group]
-        if workspace is not None and workspace[1].shape[1] != call.q.shape[1]:
-            tokens, heads, _ = call.q.shape
-            splits = workspace[1].shape[2]
-            workspace = mla.mla_partials(tokens, heads, call.out.shape[2], splits, call.q.device)
         spec = call.layer.spec
         mla.mla_decode(
             call.q, self._cache(call.layer.layer_id), step.kernel, step.tiles[call.group], spec.scale,
-            spec.logit_cap, workspace, call.out, call.lse,
+            spec.logit_cap, self._partials(call), call.out, call.lse,
         )  # fmt: skip
 
     def forward_extend(self, call: AttentionCall) -> None:
@@ -111,8 +124,16 @@ class TritonMLA(AttentionBackend):
             return
         mla.mla_extend(
             call.q, self._cache(call.layer.layer_id), step.kernel, step.tiles[call.group], spec.scale,
-            spec.logit_cap, call.out, call.lse,
+            spec.logit_cap, self._partials(call), call.out, call.lse,
         )  # fmt: skip
+
+    def _partials(self, call: AttentionCall) -> mla.Partials | None:
+        """The step's workspace, or one of the right size for a layer with fewer heads."""
+        workspace: mla.Partials | None = call.plan.private.splits.get(call.group)
+        tokens, heads, _ = call.q.shape
+        if workspace is None or workspace[1].shape[:2] == (tokens, heads):
+            return workspace
+        return mla.mla_partials(tokens, heads, call.out.shape[2], workspace[1].shape[2], call.q.device)
 
     def _ragged(
         self,

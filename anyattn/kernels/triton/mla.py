@@ -13,8 +13,18 @@ from anyattn.kernels.triton.launch import interpreting, launch
 from anyattn.kernels.triton.merge import merge_kernel
 from anyattn.kernels.triton.mla_decode import mla_decode_kernel
 from anyattn.kernels.triton.mla_extend import mla_extend_kernel
+from anyattn.kernels.triton.mla_hopper_launch import launch_keys, launch_rows, pack_of
 
-__all__ = ["LatentCache", "MLAStep", "Partials", "head_blocks", "mla_decode", "mla_extend", "mla_partials"]
+__all__ = [
+    "LatentCache",
+    "MLAStep",
+    "Partials",
+    "extend_blocks",
+    "head_blocks",
+    "mla_decode",
+    "mla_extend",
+    "mla_partials",
+]
 
 Partials = tuple[torch.Tensor, torch.Tensor]
 """`([rows, Hq, S, rank], [rows, Hq, S])` in float32."""
@@ -67,17 +77,25 @@ class MLAStep:
 
 def head_blocks(heads: int, tiles: MLATiles) -> int:
     """Programs of a token in decode, without splits."""
+    if tiles.form == "rows":
+        return heads // pack_of(heads, tiles.block_rows)
     return -(-heads // tiles.block_rows)
 
 
+def extend_blocks(heads: int, tokens: int, tiles: MLATiles) -> int:
+    """Programs of a request that adds `tokens`, without splits."""
+    pack = pack_of(heads, tiles.block_rows)
+    return heads // pack * -(-tokens // (tiles.block_rows // pack))
+
+
 def mla_partials(rows: int, heads: int, rank: int, splits: int, device: torch.device) -> Partials | None:
-    """Split-KV workspace, or None without splits."""
+    """Split-KV workspace, or None without splits. Rows that nobody writes merge to zero."""
     if splits == 1:
         return None
     shape = (rows, heads, splits)
     return (
         torch.empty(*shape, rank, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.full(shape, float("-inf"), dtype=torch.float32, device=device),
     )
 
 
@@ -104,34 +122,59 @@ def mla_decode(
     lse: torch.Tensor | None,
 ) -> None:
     """`q [B, Hq, rank + rope]` against each request's latents -> `out [B, Hq, rank]`, `lse [B, Hq]`."""
-    heads, splits = q.shape[1], 1 if workspace is None else workspace[1].shape[2]
+    parts = (out, step.seq_lens, 1) if workspace is None else (*workspace, workspace[1].shape[2])
+    if tiles.form == "rows":
+        launch_rows(q, cache, step, tiles, scale, parts, out, lse, decode=True)
+    elif tiles.form == "keys":
+        launch_keys(q, cache, step, tiles, scale, parts, out, lse)
+    else:
+        _portable_decode(q, cache, step, tiles, scale, cap, parts, out, lse)
+    if workspace is not None:
+        _merge(workspace, out, lse)
+
+
+def _portable_decode(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    cap: float | None,
+    parts: tuple[torch.Tensor, torch.Tensor, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    part_out, part_lse, splits = parts
     lse_arg = step.seq_lens if lse is None else lse
-    part_out, part_lse = (out, lse_arg) if workspace is None else workspace
-    shared = _common(q, cache, tiles)
     args = (
         q, cache.rows, step.source, step.req_rows, step.seq_lens, cache.scale, out, lse_arg,
         part_out, part_lse,
         q.stride(0), q.stride(1), cache.rows.stride(0), cache.rows.stride(1), step.source.stride(0),
         out.stride(0), out.stride(1), lse_arg.stride(0), scale, cap or 0.0, splits, 2 if splits > 1 else 1,
     )  # fmt: skip
+    shared = _common(q, cache, tiles)
     constexprs = {
-        "PAGE": cache.page, "SUB": shared["SUB"], "HEADS": heads, "RANK": cache.rank, "ROPE": cache.rope,
+        "PAGE": cache.page, "SUB": shared["SUB"], "HEADS": q.shape[1], "RANK": cache.rank, "ROPE": cache.rope,
         "BLOCK_C": shared["BLOCK_C"], "BLOCK_R": shared["BLOCK_R"], "BLOCK_H": tiles.block_rows,
         "BLOCK_N": tiles.block_n, "HAS_CAP": cap is not None, "WRITE_LSE": lse is not None,
         "SPLIT": splits > 1, "UPCAST": shared["UPCAST"], "FLAT": shared["FLAT"], "WIDE": shared["WIDE"],
     }  # fmt: skip
-    grid = (q.shape[0] * head_blocks(heads, tiles) * splits,)
+    grid = (q.shape[0] * head_blocks(q.shape[1], tiles) * splits,)
     launch(mla_decode_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    if splits == 1:
-        return
-    merge_args = (
+
+
+def _merge(workspace: Partials, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    part_out, part_lse = workspace
+    rows, heads, splits, rank = part_out.shape
+    lse_arg = part_lse if lse is None else lse
+    args = (
         part_out, part_lse, out, out, lse_arg, out.stride(0), out.stride(1), lse_arg.stride(0), heads, splits
     )  # fmt: skip
-    merge_constexprs = {
-        "DV": cache.rank, "BLOCK_DV": shared["BLOCK_C"], "BLOCK_S": min(8, power_of_two(splits)),
+    constexprs = {
+        "DV": rank, "BLOCK_DV": max(16, power_of_two(rank)), "BLOCK_S": min(8, power_of_two(splits)),
         "HAS_SINKS": False, "WRITE_LSE": lse is not None,
     }  # fmt: skip
-    launch(merge_kernel, (q.shape[0] * heads,), merge_args, merge_constexprs, num_warps=2, num_stages=2)
+    launch(merge_kernel, (rows * heads,), args, constexprs, num_warps=2, num_stages=2)
 
 
 def mla_extend(
@@ -141,34 +184,56 @@ def mla_extend(
     tiles: MLATiles,
     scale: float,
     cap: float | None,
+    workspace: Partials | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     """`q [T, Hq, rank + rope]` of ragged requests -> `out [T, Hq, rank]`, `lse [T, Hq]`."""
-    heads = q.shape[1]
-    pack = next(n for n in range(min(heads, tiles.block_rows), 0, -1) if heads % n == 0)
-    num_blocks = q.shape[0] // (tiles.block_rows // pack) + step.req_rows.shape[0]
+    parts = (out, step.seq_lens, 1) if workspace is None else (*workspace, workspace[1].shape[2])
+    if tiles.form == "rows":
+        launch_rows(q, cache, step, tiles, scale, parts, out, lse, decode=False)
+    else:
+        _portable_extend(q, cache, step, tiles, scale, cap, parts, out, lse)
+    if workspace is not None:
+        _merge(workspace, out, lse)
+
+
+def _portable_extend(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    cap: float | None,
+    parts: tuple[torch.Tensor, torch.Tensor, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    heads, requests = q.shape[1], step.req_rows.shape[0]
+    pack = pack_of(heads, tiles.block_rows)
+    num_blocks = q.shape[0] // (tiles.block_rows // pack) + requests
+    part_out, part_lse, splits = parts
     lse_arg = step.seq_lens if lse is None else lse
     cells = step.seq_lens if step.mask_cells is None else step.mask_cells
     if cells.dtype is torch.bool:
         cells = cells.view(torch.uint8)
-    shared = _common(q, cache, tiles)
     args = (
         q, cache.rows, step.source, step.req_rows, step.query_offsets, step.prefix_lens, cells,
         step.seq_lens if step.mask_indptr is None else step.mask_indptr, cache.scale, out, lse_arg,
+        part_out, part_lse,
         q.stride(0), q.stride(1), cache.rows.stride(0), cache.rows.stride(1), step.source.stride(0),
-        out.stride(0), out.stride(1), lse_arg.stride(0), scale, cap or 0.0,
-        step.req_rows.shape[0], num_blocks,
+        out.stride(0), out.stride(1), lse_arg.stride(0), scale, cap or 0.0, requests, num_blocks,
+        splits, 2 if splits > 1 else 1,
     )  # fmt: skip
+    shared = _common(q, cache, tiles)
     constexprs = {
         "PAGE": cache.page, "SUB": shared["SUB"], "HEADS": heads, "PACK": pack,
-        "RANK": cache.rank, "ROPE": cache.rope,
-        "BLOCK_C": shared["BLOCK_C"], "BLOCK_R": shared["BLOCK_R"],
-        "BLOCK_M": tiles.block_rows, "BLOCK_N": tiles.block_n,
-        "HAS_MASK": step.mask_cells is not None, "HAS_CAP": cap is not None, "WRITE_LSE": lse is not None,
+        "RANK": cache.rank, "ROPE": cache.rope, "BLOCK_C": shared["BLOCK_C"], "BLOCK_R": shared["BLOCK_R"],
+        "BLOCK_M": tiles.block_rows, "BLOCK_N": tiles.block_n, "HAS_MASK": step.mask_cells is not None,
+        "HAS_CAP": cap is not None, "WRITE_LSE": lse is not None, "SPLIT": splits > 1,
         "UPCAST": shared["UPCAST"], "FLAT": shared["FLAT"], "WIDE": shared["WIDE"],
     }  # fmt: skip
     launch(
-        mla_extend_kernel, (num_blocks * (heads // pack),), args, constexprs,
+        mla_extend_kernel, (num_blocks * (heads // pack) * splits,), args, constexprs,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -15,21 +15,26 @@ __all__ = ["mla_extend_kernel"]
 @triton.jit
 def mla_extend_kernel(
     q, cache, source, req_rows, query_offsets, prefix_lens, cells, mask_indptr, kv_scale, out, lse,
+    part_out, part_lse,
     q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t, scale, cap, num_requests, num_blocks,
+    num_splits, min_tiles,
     PAGE: tl.constexpr, SUB: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(num_blocks * HEADS / PACK,)`, heads fastest, late row blocks (the longest) first.
+    """Grid `(num_splits * HEADS / PACK * num_blocks,)`, splits fastest, late row blocks (the longest) first.
 
     PACK heads of a token are rows of one block of `TOKENS = BLOCK_M // PACK` tokens; a block belongs to one
     request and `num_blocks >= T // TOKENS + B`. A mask replaces the causal rule; its columns are key indices.
+    Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural log.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     HEAD_BLOCKS: tl.constexpr = HEADS // PACK
     pid = tl.program_id(0)
+    split = pid % num_splits
+    pid = pid // num_splits
     block = num_blocks - 1 - pid // HEAD_BLOCKS
     b = _find_request(query_offsets, block, num_requests, TOKENS)
     offset = tl.load(query_offsets + b)
@@ -63,6 +68,9 @@ def mla_extend_kernel(
         mask_row = cells + tl.load(mask_indptr + b) + tl.maximum(token, 0).to(tl.int64) * seq_len
     else:  # the last key that a row of this block sees
         end = tl.minimum(prefix + t0 + TOKENS, seq_len)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits), min_tiles)
+    lo = split * per_split * BLOCK_N
+    hi = tl.minimum(lo + per_split * BLOCK_N, end)
     table = source + tl.load(req_rows + b) * source_row
     stored = tl.load(kv_scale)
     logit_scale = scale * stored
@@ -73,12 +81,12 @@ def mla_extend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     full = prefix + t0 + 1  # keys that every row sees
     entry = tl.arange(0, BLOCK_N // SUB) * SUB
-    ahead = tl.load(table + entry, mask=entry < end, other=0)
-    for n in range(0, end, BLOCK_N):
+    ahead = tl.load(table + lo + entry, mask=lo + entry < hi, other=0)
+    for n in range(lo, hi, BLOCK_N):
         slots = ahead  # table entries of the next tile are fetched before this tile's latents
-        ahead = tl.load(table + n + BLOCK_N + entry, mask=n + BLOCK_N + entry < end, other=0)
+        ahead = tl.load(table + n + BLOCK_N + entry, mask=n + BLOCK_N + entry < hi, other=0)
         column = n + offs_n
-        live = column < end
+        live = column < hi
         base = cache + page_offsets(slots, c_page, c_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)[:, None]
         latent = tl.load(base + offs_c[None, :], mask=live[:, None] & in_c, other=0.0).to(query.dtype)
         rope = tl.load(base + RANK + offs_r[None, :], mask=live[:, None] & in_r, other=0.0).to(query.dtype)
@@ -87,7 +95,7 @@ def mla_extend_kernel(
         if HAS_CAP:
             qk = capped(qk, logit_scale, cap)
         # Whole tiles that every row sees skip the mask: the condition is the same for all threads.
-        if HAS_MASK or n + BLOCK_N > full:
+        if HAS_MASK or n + BLOCK_N > tl.minimum(full, hi):
             seen = live[None, :] & valid[:, None]
             if HAS_MASK:
                 seen = seen & (tl.load(mask_row[:, None] + column[None, :], mask=seen, other=0) != 0)
@@ -98,7 +106,13 @@ def mla_extend_kernel(
 
     acc = acc * (stored / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * 0.6931471805599453)
-    o_ptr = out + row[:, None] * out_t + heads[:, None] * out_h + offs_c[None, :]
-    tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=valid[:, None] & in_c)
-    if WRITE_LSE:
-        tl.store(lse + row * lse_t + heads, natural, mask=valid)
+    store_out = valid[:, None] & in_c
+    if SPLIT:
+        slot = (row * HEADS + heads) * num_splits + split
+        tl.store(part_lse + slot, natural, mask=valid)
+        tl.store(part_out + slot[:, None] * RANK + offs_c[None, :], acc, mask=store_out & (hi > lo))
+    else:
+        o_ptr = out + row[:, None] * out_t + heads[:, None] * out_h + offs_c[None, :]
+        tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=store_out)
+        if WRITE_LSE:
+            tl.store(lse + row * lse_t + heads, natural, mask=valid)

@@ -61,7 +61,7 @@ def extend(heads: int, new: int, mask: bool, target: Target) -> None:
     tokens = _BATCH * new
     mla.mla_extend(
         _empty(tokens, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, False),
-        _step(tokens, mask), choose_mla(heads * new, 2, target.name.replace("_", "")), 192**-0.5, None,
+        _step(tokens, mask), choose_mla(heads * new, 2, target.name.replace("_", "")), 192**-0.5, None, None,
         _empty(tokens, heads, _RANK, dtype=torch.bfloat16), _empty(tokens, heads, dtype=torch.float32),
     )  # fmt: skip
 

@@ -23,14 +23,20 @@ _RDNA = ("gfx1100", "gfx1151", "gfx1200", "gfx1201")
 class MLARow:
     """Blocks of `block_rows` query rows by `tile.block_n` latents.
 
-    `min_rows`: query rows of the longest request; `min_itemsize`: bytes of a stored element.
+    `min_rows`, `max_rows`: query rows of the longest request; `min_itemsize`: bytes of a stored element.
+    `form`: `portable`, or one of Hopper's kernels (`mla_hopper_launch.mla_forms`), of which `keys` decodes.
+    `programs_per_unit`: how many run on an SM at once, which is what splits fill.
     """
 
     architectures: tuple[str, ...]
     block_rows: int
     tile: Tile
     min_rows: int = 1
+    max_rows: int = 1 << 30
     min_itemsize: int = 1
+    form: str = "portable"
+    programs_per_unit: int = 1
+    evidence: str = "compiler reports only"
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class MLATiles:
     block_n: int
     num_warps: int
     num_stages: int
+    form: str = "portable"
+    programs_per_unit: int = 1
 
 
 MLA = (
@@ -60,20 +68,32 @@ MLA = (
 
 
 @functools.cache
-def choose_mla(rows: int, itemsize: int, arch: str) -> MLATiles:
-    """Tiles for `rows` query rows (tokens x heads) of the longest request; small ones for unknown chips."""
+def choose_mla(
+    rows: int, itemsize: int, arch: str, forms: tuple[str, ...] = ("portable",), *, decode: bool = True
+) -> MLATiles:
+    """Tiles for `rows` query rows (tokens x heads) of the longest request; small ones for unknown chips.
+
+    `forms`: kernels that take the layer's sizes.
+    """
     for row in MLA:
-        fits = power_of_two(rows) >= row.min_rows and itemsize >= row.min_itemsize
-        if arch in row.architectures and fits:
+        fits = row.min_rows <= power_of_two(rows) <= row.max_rows and itemsize >= row.min_itemsize
+        allowed = row.form in forms and (decode or row.form != "keys")
+        if arch in row.architectures and fits and allowed:
             return _tiles(row)
     return _tiles(MLA[-1])
 
 
 def _tiles(row: MLARow) -> MLATiles:
-    return MLATiles(row.block_rows, row.tile.block_n, row.tile.num_warps, row.tile.num_stages)
+    tile = row.tile
+    return MLATiles(
+        row.block_rows, tile.block_n, tile.num_warps, tile.num_stages, row.form, row.programs_per_unit
+    )
 
 
 def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> int:
-    """Parts of each request: one program a unit, at least two tiles a part. `programs`: without splits."""
+    """Parts of each request, of two tiles at least.
+
+    `programs`: the grid without splits; `units`: how many programs run at once.
+    """
     tiles = -(-max_kv_len // block_n)
     return min(max(1, units // programs), max(1, -(-tiles // 2)))

@@ -1,0 +1,226 @@
+"""Latent attention on Hopper in Gluon: blocks of 64 query rows, computed by two warpgroups.
+
+A block has 64 x 512 sums, half of the registers of an SM, and Triton's own schedule lets both warpgroups
+compute the same scores. Here each has half of a tile's keys for the scores and half of the rank for the sums;
+the next tile is copied meanwhile.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["barrier", "mla_rows_kernel", "start_copy", "tile_rows"]
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name until 3.6
+
+
+@gluon.jit
+def tile_rows(
+    table, n, lo, hi, rows, c_page, c_row, PAGE: gl.constexpr, FLAT: gl.constexpr
+):  # fmt: skip
+    """Element offsets, int64, of the tokens `n + rows` of a request. Beyond `hi` the last one is repeated, so
+    that every tile is finite and its scores need no more than a mask.
+    """
+    at = gl.minimum(n + rows, hi - 1)
+    slots = gl.load(table + at, mask=at >= lo, other=0).to(gl.int64)
+    if FLAT:  # noqa: SIM108
+        base = slots * c_row
+    else:
+        base = (slots // PAGE) * c_page + (slots % PAGE) * c_row
+    return gl.multiple_of(base, 16)
+
+
+@gluon.jit
+def start_copy(cache, base, latent, rope, RANK: gl.constexpr, ROPE: gl.constexpr, LOADS: gl.constexpr):
+    """Start copying a tile: rows at `base [N]` to `latent [N, RANK]`, `rope [N, ROPE]` in shared memory."""
+    row = cache + base[:, None]
+    columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
+    rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
+    async_copy.async_copy_global_to_shared(latent, row + columns[None, :])
+    async_copy.async_copy_global_to_shared(rope, row + RANK + rotated[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _find_request(query_offsets, block, num_requests, TOKENS: gl.constexpr):
+    """As in `extend`: request i owns row blocks from `offset_i // TOKENS + i` on."""
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = gl.load(query_offsets + middle) // TOKENS + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@gluon.jit
+def mla_rows_kernel(
+    q, cache, source, req_rows, seq_lens, query_offsets, prefix_lens, cells, mask_indptr, kv_scale,
+    out, lse, part_out, part_lse,
+    q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t,
+    scale, num_requests, num_blocks, num_splits, min_tiles,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
+    BLOCK_N: gl.constexpr, DECODE: gl.constexpr, HAS_MASK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    SPLIT: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Grid `(num_splits * HEADS / PACK * num_blocks,)`, splits fastest, late row blocks (the longest) first.
+
+    PACK heads of a token are rows of one block of `64 // PACK` tokens, as in `mla_extend_kernel`; DECODE: a
+    request has one token. Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural log.
+    """
+    BLOCK_M: gl.constexpr = 64
+    TOKENS: gl.constexpr = BLOCK_M // PACK
+    HEAD_BLOCKS: gl.constexpr = HEADS // PACK
+    GROUPS: gl.constexpr = WARPS // 4
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, RANK // GROUPS, 16])
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = q.dtype.element_ty
+
+    pid = gl.program_id(0)
+    split = pid % num_splits
+    pid = pid // num_splits
+    block = num_blocks - 1 - pid // HEAD_BLOCKS
+    if DECODE:
+        b = block
+        offset = block
+        extend = 1
+        t0 = 0
+        prefix = gl.load(seq_lens + b) - 1
+    else:
+        b = _find_request(query_offsets, block, num_requests, TOKENS)
+        offset = gl.load(query_offsets + b)
+        extend = gl.load(query_offsets + b + 1) - offset
+        t0 = (block - (offset // TOKENS + b)) * TOKENS
+        if t0 >= extend:
+            return
+        prefix = gl.load(prefix_lens + b)
+    head0 = (pid % HEAD_BLOCKS) * PACK
+    seq_len = prefix + extend
+    end = seq_len
+    if not HAS_MASK:  # the last key that a row of this block sees
+        end = gl.minimum(prefix + t0 + TOKENS, seq_len)
+    per_split = gl.maximum(gl.cdiv(gl.cdiv(end, BLOCK_N), num_splits), min_tiles) * BLOCK_N
+    lo = split * per_split
+    hi = gl.minimum(lo + per_split, end)
+    table = source + gl.load(req_rows + b) * source_row
+
+    query = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
+    query_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
+    latents = gl.allocate_shared_memory(dtype, [2, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROPE], SHARED)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
+
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
+    columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
+    rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
+    base = tile_rows(table, lo, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+    if FP8:
+        at = cache + base[:, None]
+        latents.index(0).store(gl.load(at + columns[None, :]).to(dtype))
+        ropes.index(0).store(gl.load(at + RANK + rotated[None, :]).to(dtype))
+    else:
+        start_copy(cache, base, latents.index(0), ropes.index(0), RANK, ROPE, LOADS)
+    base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LOADS))
+    token = gl.minimum(t0 + row // PACK, extend - 1)
+    at_q = q + (offset + token).to(gl.int64)[:, None] * q_t + (head0 + row % PACK)[:, None] * q_h
+    query.store(gl.load(at_q + columns[None, :]))
+    query_rope.store(gl.load(at_q + RANK + rotated[None, :]))
+
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))
+    token = t0 + row // PACK
+    seen = prefix + token + 1  # keys that a row sees
+    limit = gl.minimum(prefix + t0 + 1, hi)  # keys that every row sees
+    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    mask_row = cells
+    if HAS_MASK:
+        token = gl.minimum(token, extend - 1)
+        mask_row = cells + gl.load(mask_indptr + b) + token.to(gl.int64) * seq_len
+    stored = gl.load(kv_scale)
+    base2 = scale * stored * 1.4426950408889634
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    den = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)  # summed over keys at the end only
+    nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)
+    sums = gl.full([BLOCK_M, RANK], 0.0, gl.float32, SUMS)
+    stage = 0
+    for n in range(lo, hi, BLOCK_N):
+        if not FP8:
+            async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        if FP8:
+            at = cache + base[:, None]
+            held = gl.load(at + columns[None, :])
+            held_rope = gl.load(at + RANK + rotated[None, :])
+        else:
+            start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
+        base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        latent = latents.index(stage)
+        s = warpgroup_mma(query, latent.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(query_rope, ropes.index(stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if HAS_MASK:
+            inside = (n + key < hi)[None, :]
+            cell = gl.load(mask_row[:, None] + (n + key)[None, :], mask=inside, other=0)
+            s = gl.where(inside & (cell != 0), s, float("-inf"))
+        else:
+            if n + BLOCK_N > limit:
+                column = (n + key)[None, :]
+                s = gl.where((column < hi) & (column < seen[:, None]), s, float("-inf"))
+        new_m = gl.maximum(m, gl.max(s, 1) * base2)
+        safe = gl.where(new_m == float("-inf"), 0.0, new_m)
+        p = gl.exp2(s * base2 - safe[:, None])
+        alpha = gl.exp2(m - safe)
+        m = new_m
+        den = den * alpha[:, None] + p
+        weights.store(p.to(dtype))
+        sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+        fence_async_shared()
+        barrier()
+        acc = warpgroup_mma(weights, latent, sums, is_async=True)
+        if FP8:
+            latents.index(stage ^ 1).store(held.to(dtype))
+            ropes.index(stage ^ 1).store(held_rope.to(dtype))
+        # Waited for here: where it stays open over the loop's end, ptxas serialises all products (C7514).
+        sums = warpgroup_mma_wait(0, deps=[acc])
+        stage = stage ^ 1
+    async_copy.wait_group(0)
+
+    total = gl.sum(den, 1)
+    natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
+    factor = stored / gl.where(total == 0.0, 1.0, total)
+    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+    row_s = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))
+    row_o = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
+    valid_s = (t0 + row_s // PACK < extend) & (row_s < TOKENS * PACK)
+    valid_o = (t0 + row_o // PACK < extend) & (row_o < TOKENS * PACK)
+    token_s = (offset + t0 + row_s // PACK).to(gl.int64)
+    token_o = (offset + t0 + row_o // PACK).to(gl.int64)
+    head_s = head0 + row_s % PACK
+    head_o = head0 + row_o % PACK
+    column_o = gl.arange(0, RANK, gl.SliceLayout(0, SUMS))
+    if SPLIT:
+        slot = (token_o * HEADS + head_o) * num_splits + split
+        gl.store(
+            part_out + slot[:, None] * RANK + column_o[None, :], sums, mask=(valid_o & (hi > lo))[:, None]
+        )
+        gl.store(part_lse + (token_s * HEADS + head_s) * num_splits + split, natural, mask=valid_s)
+    else:
+        at_o = out + token_o[:, None] * out_t + head_o[:, None] * out_h + column_o[None, :]
+        gl.store(at_o, sums.to(out.dtype.element_ty), mask=valid_o[:, None])
+        if WRITE_LSE:
+            gl.store(lse + token_s * lse_t + head_s, natural, mask=valid_s)

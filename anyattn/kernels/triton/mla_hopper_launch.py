@@ -1,0 +1,130 @@
+"""Host side of the Hopper kernels of latent attention: where they run, and their launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from anyattn.kernels.triton.launch import interpreting, launch
+
+if TYPE_CHECKING:
+    from anyattn.kernels.triton.configs.mla import MLATiles
+    from anyattn.kernels.triton.mla import LatentCache, MLAStep
+
+__all__ = ["GLUON_VERSIONS", "PORTABLE", "launch_keys", "launch_rows", "mla_forms", "pack_of"]
+
+GLUON_VERSIONS = ("3.6.", "3.7.")
+"""Triton versions whose Gluon these kernels were compiled with; it has no stable interface yet."""
+
+PORTABLE = ("portable",)
+_ROWS = 64
+
+
+def mla_forms(
+    arch: str, dtype: torch.dtype, rank: int, rope: int, cap: float | None, version: str = triton.__version__
+) -> tuple[str, ...]:
+    """Kernels that take these sizes: `portable`, `rows` (blocks of 64 rows), `keys` (few heads).
+
+    Hopper's hold a tile of latents, twice, and their queries in shared memory: 512 + 64 and smaller.
+    """
+    fits = rank in (128, 256, 512) and rope == 64 and cap is None
+    half = dtype in (torch.bfloat16, torch.float16)
+    if arch == "sm90" and half and fits and version.startswith(GLUON_VERSIONS) and not interpreting():
+        return (*PORTABLE, "rows", "keys")
+    return PORTABLE
+
+
+def pack_of(heads: int, rows: int) -> int:
+    """Heads of a token in one block: the largest divisor of `heads` that fits."""
+    return next(n for n in range(min(heads, rows), 0, -1) if heads % n == 0)
+
+
+def launch_rows(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    parts: tuple[torch.Tensor, torch.Tensor, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    decode: bool,
+) -> None:
+    """Blocks of 64 query rows; `parts`: partial outputs and LSEs, and how many splits they are for."""
+    from anyattn.kernels.triton.mla_hopper import mla_rows_kernel
+
+    heads, requests = q.shape[1], step.req_rows.shape[0]
+    pack = pack_of(heads, _ROWS)
+    num_blocks = q.shape[0] if decode else q.shape[0] // (_ROWS // pack) + requests
+    part_out, part_lse, splits = parts
+    unused = step.seq_lens
+    cells = unused if step.mask_cells is None else step.mask_cells
+    if cells.dtype is torch.bool:
+        cells = cells.view(torch.uint8)
+    args = (
+        q, cache.rows, step.source, step.req_rows, step.seq_lens, step.query_offsets, step.prefix_lens, cells,
+        unused if step.mask_indptr is None else step.mask_indptr, cache.scale,
+        out, unused if lse is None else lse, part_out, part_lse,
+        *_strides(q, cache, step, out, lse), scale, requests, num_blocks, splits, _min_tiles(splits),
+    )  # fmt: skip
+    constexprs = {
+        "PAGE": cache.page, "HEADS": heads, "PACK": pack, "RANK": cache.rank, "ROPE": cache.rope,
+        "BLOCK_N": tiles.block_n, "DECODE": decode, "HAS_MASK": step.mask_cells is not None,
+        **_common(cache, tiles, splits, lse),
+    }  # fmt: skip
+    grid = (num_blocks * (heads // pack) * splits,)
+    launch(mla_rows_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def launch_keys(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: MLAStep,
+    tiles: MLATiles,
+    scale: float,
+    parts: tuple[torch.Tensor, torch.Tensor, int],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Decode with heads as the columns of each product."""
+    from anyattn.kernels.triton.mla_hopper_keys import mla_keys_kernel
+
+    heads = q.shape[1]
+    part_out, part_lse, splits = parts
+    args = (
+        q, cache.rows, step.source, step.req_rows, step.seq_lens, cache.scale,
+        out, step.seq_lens if lse is None else lse, part_out, part_lse,
+        *_strides(q, cache, step, out, lse), scale, splits, _min_tiles(splits),
+    )  # fmt: skip
+    constexprs = {
+        "PAGE": cache.page, "HEADS": heads, "BLOCK_H": tiles.block_rows, "RANK": cache.rank,
+        "ROPE": cache.rope, "BLOCK_N": tiles.block_n, **_common(cache, tiles, splits, lse),
+    }  # fmt: skip
+    grid = (q.shape[0] * -(-heads // tiles.block_rows) * splits,)
+    launch(mla_keys_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+
+
+def _strides(
+    q: torch.Tensor, cache: LatentCache, step: MLAStep, out: torch.Tensor, lse: torch.Tensor | None
+) -> tuple[int, ...]:
+    rows, lse_t = cache.rows, 1 if lse is None else lse.stride(0)
+    return (
+        q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), step.source.stride(0),
+        out.stride(0), out.stride(1), lse_t,
+    )  # fmt: skip
+
+
+def _min_tiles(splits: int) -> int:
+    return 2 if splits > 1 else 1
+
+
+def _common(cache: LatentCache, tiles: MLATiles, splits: int, lse: torch.Tensor | None) -> dict[str, Any]:
+    rows = cache.rows
+    return {
+        "WRITE_LSE": lse is not None, "SPLIT": splits > 1,
+        "FLAT": rows.stride(0) == rows.stride(1) * cache.page, "FP8": rows.element_size() == 1,
+        "WARPS": tiles.num_warps,
+    }  # fmt: skip
