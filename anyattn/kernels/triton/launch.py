@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["DIRECT_VERSIONS", "Hook", "interpreting", "launch", "set_hook"]
+__all__ = ["DIRECT_VERSIONS", "Hook", "interpreting", "is_descriptor", "launch", "set_hook"]
 
 DIRECT_VERSIONS = ("3.6.",)
 """Triton versions whose `CompiledKernel.run` argument order was verified on a device."""
@@ -38,6 +38,11 @@ def set_hook(hook: Hook | None) -> Hook | None:
     return previous
 
 
+def is_descriptor(arg: Any) -> bool:
+    """A tensor descriptor, Triton's or Gluon's: its `base` is a tensor."""
+    return hasattr(arg, "block_shape")
+
+
 def _lowered(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """`(values, key)`: arguments as the driver takes them (tensors as addresses, which saves the launcher a
     Python call each), and what Triton's JIT specialises a kernel on.
@@ -53,6 +58,8 @@ def _lowered(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values.append(arg)
         if isinstance(arg, int):
             key.append((arg == 1) + 2 * (arg & 15 == 0) + 4 * (not -0x80000000 <= arg < 0x80000000))
+        elif is_descriptor(arg):  # the launcher encodes it, address and all
+            key += (arg.base.dtype, *arg.block_shape)
         else:
             key.append(type(arg))
     return values, key
@@ -71,7 +78,8 @@ def launch(
     """Start `kernel` on the current stream of the current device.
 
     Args:
-        args: the kernel's arguments in order; its constexprs come last in its signature.
+        args: the kernel's arguments in order, tensor descriptors among them; its constexprs come last in
+            its signature.
         constexprs: by name, in signature order.
         options: further compile options (`maxnreg`, …).
     """

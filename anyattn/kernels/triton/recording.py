@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from anyattn.core.graph.recorder import record_call
-from anyattn.kernels.triton.launch import set_hook
+from anyattn.kernels.triton.launch import is_descriptor, set_hook
 
 __all__ = ["recording_launches"]
 
@@ -34,17 +36,24 @@ def _record(
     constexprs: dict[str, Any],
     options: dict[str, int],
 ) -> bool:
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) or is_descriptor(a)]
+    tensors = [args[i].base if is_descriptor(args[i]) else args[i] for i in places]
     # The closure outlives the capture: it may hold no tensor.
-    numbers = [None if isinstance(a, torch.Tensor) else a for a in args]
+    numbers = [_without_tensor(a) for a in args]
     named = {**constexprs, **options}
 
     def start(*given: torch.Tensor) -> None:
         values = list(numbers)
         for place, tensor in zip(places, given, strict=True):
-            values[place] = tensor
+            describe = values[place]
+            values[place] = tensor if describe is None else describe(base=tensor)
         kernel[grid](*values, **named)
 
     record_call(start, tensors, f"triton kernel {kernel.__name__}")
     return True
+
+
+def _without_tensor(arg: Any) -> Any:
+    if is_descriptor(arg):
+        return partial(type(arg), **{f.name: getattr(arg, f.name) for f in fields(arg) if f.name != "base"})
+    return None if isinstance(arg, torch.Tensor) else arg
