@@ -89,7 +89,10 @@ _TRTLLM_GEN = (
 def _xqa(
     architectures: tuple[str, ...], runtime: str, phases: tuple[Phase, ...], **fields: Any
 ) -> tuple[CapabilityRow, ...]:
-    """XQA: one kernel for decode and chain verification; no LSE, no cap."""
+    """XQA: one kernel for decode and chain verification; no LSE, no cap.
+
+    On SM90 decode over fp8 KV has a kernel of its own, whose products are of 8 bits: queries are rounded.
+    """
     ragged = (Feature.RAGGED_VERIFY,) if phases == (VERIFY,) else ()
     common: dict[str, Any] = {
         "head_dims": HeadDims(minimum=16, maximum=256, multiple=16),
@@ -123,7 +126,7 @@ _WIDE: dict[str, Any] = {
 
 TRTLLM_MHA_ROWS = (
     *_TRTLLM_GEN,
-    *_xqa(arch.SM90, "", (DECODE,)),
+    *_xqa(arch.SM90, "", (DECODE,), method="xqa with 8-bit products"),
     *_xqa(arch.SM90, "", (VERIFY,)),
     *_xqa(arch.SM120, ">=12.8", (DECODE,)),
     *_xqa(arch.SM120, ">=12.8", (DECODE,), **_WIDE),

@@ -158,6 +158,9 @@ def _run(args: argparse.Namespace, subject: Subject, plan: KitPlan) -> list[Resu
     def done(result: Result) -> None:
         nonlocal count, failed
         count, failed = count + 1, failed + (result.why is not None)
+        if result.why is not None:
+            about = f"FAILED {result.item.check}, {result.item.name}: {result.why}"
+            print(f"{about}\n  {result.item.case!r}", file=sys.stderr, flush=True)
         if count % 200 == 0:
             print(f"{count} of {len(plan.items)}, {failed} failed", file=sys.stderr, flush=True)
 

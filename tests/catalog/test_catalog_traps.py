@@ -39,7 +39,7 @@ def test_sm100_families_stay_on_sm100(name: str, chip: str) -> None:
 def test_trtllm_mha_elsewhere_is_xqa_without_lse_and_without_prefill(chip: str) -> None:
     found = list(rows("trtllm_mha", chip))
     assert found
-    assert {row.method for row in found} == {"xqa"}
+    assert all(row.method.startswith("xqa") for row in found)
     assert all(Feature.LSE not in row.features and Phase.PREFILL not in row.phases for row in found)
 
 

@@ -28,6 +28,7 @@ from anyattn.core.kv.scales import KVScale
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.metadata.packed_masks import pack_mask
 from anyattn.core.plan import Plan
+from anyattn.core.rows import aligned
 from anyattn.core.state import AttentionState
 from anyattn.core.strategy import Strategy
 from anyattn.core.traits import SharedReadEnds, Traits
@@ -176,7 +177,7 @@ class FlashInfer(AttentionBackend):
         if not _dense(out, lse):
             self._densely(lambda o, s: self._over_table(wrapper, q, layer, o, s), out, lse)
             return
-        q = _aligned(q)
+        q = aligned(q)
         if layer.sinks is not None:
             wrapper.run(q, layer.cache, layer.sinks, layer.layer.spec.scale, out=out)
             return
@@ -198,8 +199,8 @@ class FlashInfer(AttentionBackend):
             return
         assert call.k is not None
         assert call.v is not None
-        k, v = (_aligned(x[: q.shape[0]]) for x in (call.k, call.v))
-        wrapper.run(_aligned(q), k, v, out=out, lse=lse, return_lse=lse is not None)
+        k, v = (aligned(x[: q.shape[0]]) for x in (call.k, call.v))
+        wrapper.run(aligned(q), k, v, out=out, lse=lse, return_lse=lse is not None)
 
     @staticmethod
     def _densely(run: Any, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -250,15 +251,6 @@ class FlashInfer(AttentionBackend):
             layer, self._slots.index((group, spec.num_q_heads)), cache, _number(k), _number(v),
             _per_head(k, spec.group_size), _per_head(v, spec.group_size), sinks,
         )  # fmt: skip
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Kernels load 16 bytes at a time from rows and heads of any other stride."""
-    unit = 16 // x.element_size()
-    row, head, last = x.stride()
-    if last == 1 and not (row % unit or head % unit or x.data_ptr() % 16):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _dense(out: torch.Tensor, lse: torch.Tensor | None) -> bool:

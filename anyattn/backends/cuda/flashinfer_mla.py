@@ -26,6 +26,7 @@ from anyattn.core.mla import materialised_spec
 from anyattn.core.mla_keys import KeyPart
 from anyattn.core.mla_prefill import run_materialised
 from anyattn.core.plan import Plan, TableKind
+from anyattn.core.rows import dense
 from anyattn.core.spec import AttentionSpec
 from anyattn.core.traits import SharedReadEnds, Traits
 from anyattn.errors import PlanError
@@ -213,7 +214,7 @@ class FlashInferMLA(AttentionBackend):
         layer_id = call.layer.layer_id
         wrapper, scratch = call.plan.private.runs[self._unit_of[layer_id]]
         lse = scratch if call.lse is None else call.lse
-        q, cache = call.q.contiguous(), self._latents.pages(layer_id)
+        q, cache = dense(call.q), self._latents.pages(layer_id)
         options: dict[str, Any] = {"out": call.out, "lse": lse, "return_lse": True}
         if self._natural:
             options["return_lse_base_on_e"] = True
@@ -243,7 +244,7 @@ class FlashInferMLA(AttentionBackend):
         step: _Step = call.plan.private
         wrapper = step.ragged[self._unit_of[call.layer.layer_id]][part]
         q, out = (
-            call.q[: step.rows].contiguous(),
+            dense(call.q[: step.rows]),
             out[: step.rows],
         )  # `run` takes no rows behind the last request
         direct = out if out.dtype == self.config.dtype else None

@@ -23,6 +23,7 @@ from anyattn.core.groups import TableGroup
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.scales import KVScale
 from anyattn.core.plan import Plan
+from anyattn.core.rows import dense
 from anyattn.core.traits import KVRead, SharedReadEnds, Traits
 from anyattn.errors import BackendBuildError, PoolError
 
@@ -164,7 +165,7 @@ class HpcOps(AttentionBackend):
         self, call: AttentionCall, plan: Plan | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """`(q, (qscale, kscale, vscale))` for 8-bit KV, `(q, ())` else. A plan: scales in prefill's form."""
-        q = call.q.contiguous()
+        q = dense(call.q)
         if not self._fp8:
             return q, ()
         k, v = self.pool.scales(call.layer.layer_id)

@@ -15,6 +15,7 @@ from anyattn.core.contract import BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.kv.pools.mla import MLAPool
 from anyattn.core.plan import Plan
+from anyattn.core.rows import dense
 from anyattn.errors import BackendBuildError, FeatureError, PoolError
 
 __all__ = [
@@ -70,7 +71,7 @@ class Latents:
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
         """q as the kernel takes it beside these latents: contiguous, in fp8 where they are."""
-        return saturated(q, self._pool.kv_dtype) if self.fp8 else q.contiguous()
+        return saturated(q, self._pool.kv_dtype) if self.fp8 else dense(q)
 
 
 def by_request(x: torch.Tensor, each: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.scales import KVScale
 from anyattn.core.layer import AttentionLayer
 
-__all__ = ["LN2", "Layer", "Memory", "chain_mask", "dense_rows", "new_layer", "tma_rows"]
+__all__ = ["LN2", "Layer", "Memory", "chain_mask", "dense_rows", "new_layer"]
 
 LN2 = math.log(2.0)
 _WORKSPACE_BYTES = 128 << 20
@@ -24,7 +24,6 @@ _SCRATCH_BYTES = 64 << 20
 """Left for partial results behind the softmax statistics of a context kernel that returns the LSE."""
 _MOST_SMS = 1024
 """More than any GPU has: counters are as many as SMs, or as requests times heads."""
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +104,6 @@ def _per_head(scale: KVScale, group_size: int) -> torch.Tensor | None:
 def dense_rows(out: torch.Tensor) -> torch.Tensor:
     """`out` itself, or memory of its shape without gaps: kernels write through the pointer alone."""
     return out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-
-
-def tma_rows(q: torch.Tensor) -> torch.Tensor:
-    """`q`, or a copy where its rows don't begin at multiples of 16 bytes, as TMA loads them."""
-    steps = (q.stride(0) * q.element_size(), q.stride(1) * q.element_size(), q.data_ptr())
-    return q.contiguous() if any(step % _ALIGNMENT for step in steps) else q
 
 
 def chain_mask(query_offsets: torch.Tensor, out: torch.Tensor) -> None:

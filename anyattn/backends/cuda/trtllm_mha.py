@@ -21,7 +21,6 @@ from anyattn.backends.cuda.trtllm_layers import (
     chain_mask,
     dense_rows,
     new_layer,
-    tma_rows,
 )
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
@@ -30,6 +29,7 @@ from anyattn.core.dtypes import is_fp8
 from anyattn.core.groups import TableGroup
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.plan import Plan, Table
+from anyattn.core.rows import aligned, dense
 from anyattn.core.spec import Limits
 from anyattn.core.state import AttentionState
 from anyattn.core.traits import KVRead, SharedReadEnds, Traits
@@ -37,7 +37,7 @@ from anyattn.errors import BackendBuildError, PoolError
 
 __all__ = ["TrtllmMHA"]
 
-_XQA = "xqa"
+_XQA, _XQA_ROUNDING = "xqa", "xqa with 8-bit products"
 
 
 @dataclass(eq=False)
@@ -61,7 +61,9 @@ class TrtllmMHA(AttentionBackend):
         if not isinstance(pool, MHAPool) or pool.layout not in ("NHD", "HND"):
             have = f"{type(pool).__name__} ({pool.layout})"
             raise PoolError("trtllm_mha reads MHA pools", asked=have, allowed="MHAPool in NHD or HND")
-        self._uses_xqa = {mode: config.row_for(mode).method == _XQA for mode in ForwardMode}
+        methods = {mode: config.row_for(mode).method for mode in ForwardMode}
+        self._uses_xqa = {mode: method in (_XQA, _XQA_ROUNDING) for mode, method in methods.items()}
+        self._rounding = {mode for mode, method in methods.items() if method == _XQA_ROUNDING}
         self._xqa = _function(decode, "xqa_batch_decode_with_kv_cache")
         if self._uses_xqa[ForwardMode.TARGET_VERIFY]:
             _check_ragged(self._xqa)
@@ -77,7 +79,8 @@ class TrtllmMHA(AttentionBackend):
             super().traits(mode),
             shared_read_ends=SharedReadEnds.IN_REPLAY,
             kv_read=KVRead.READ_BACK,
-            rounds_queries=is_fp8(self.pool.kv_dtype) and not self._uses_xqa[mode],
+            rounds_queries=is_fp8(self.pool.kv_dtype)
+            and (mode in self._rounding or not self._uses_xqa[mode]),
         )
 
     # -- planning ------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class TrtllmMHA(AttentionBackend):
         layer, table = self._layer(call, xqa=True), _table(call)
         out = dense_rows(call.out)
         self._xqa(
-            query=layer.query(call.q).contiguous(), max_seq_len=call.plan.private.bound, out=out,
+            query=dense(layer.query(call.q)), max_seq_len=call.plan.private.bound, out=out,
             sinks=layer.sinks, **self._common(layer, table), **chain,
         )  # fmt: skip
         layer.finish(out, call.out)
@@ -177,7 +180,7 @@ class TrtllmMHA(AttentionBackend):
         layer, table = self._layer(call, xqa=False), _table(call)
         lse, out = call.lse, dense_rows(call.out)
         kernel(
-            query=tma_rows(layer.query(call.q)), out=out, sinks=layer.sinks if lse is None else None, lse=lse,
+            query=aligned(layer.query(call.q)), out=out, sinks=layer.sinks if lse is None else None, lse=lse,
             multi_ctas_kv_counter_buffer=self._memory.counters, **self._common(layer, table), **shape,
         )  # fmt: skip
         layer.finish(out, call.out)

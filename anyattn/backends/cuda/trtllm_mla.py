@@ -27,6 +27,7 @@ from anyattn.core.mla import materialised_spec
 from anyattn.core.mla_keys import KeyPart
 from anyattn.core.mla_prefill import run_materialised
 from anyattn.core.plan import Plan
+from anyattn.core.rows import dense
 from anyattn.core.traits import SharedReadEnds, Traits
 
 __all__ = ["TrtllmMLA"]
@@ -113,9 +114,9 @@ class TrtllmMLA(AttentionBackend):
         options: dict[str, Any] = {} if lse is None else {"lse": lse[:rows]}
         device, host = step.keys[part]
         result = self._prefill(
-            query=call.q[:rows].contiguous(),
-            key=k.contiguous(),
-            value=v.contiguous(),
+            query=dense(call.q[:rows]),
+            key=dense(k),
+            value=dense(v),
             workspace_buffer=self._decode.workspace,
             seq_lens=device,
             max_q_len=plan.max_q_len,

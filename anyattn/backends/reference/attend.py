@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from anyattn.core.rows import aligned
 from anyattn.core.spec import AttentionKind, AttentionSpec
 
 __all__ = ["attend", "visible"]
@@ -87,17 +88,16 @@ def _fused(
 ) -> None:  # fmt: skip
     """torch's own fused attention, where it can say what is asked."""
     kv_heads, group = k.shape[1], spec.group_size
-    rows = _aligned(_fold(q, kv_heads))[None]
+    rows = _fused_rows(_fold(q, kv_heads))[None]
     mask = None if seen is None else seen.repeat(group, 1)[None, None]
-    keys, values = _aligned(k).transpose(0, 1)[None], _aligned(v).transpose(0, 1)[None]
+    keys, values = _fused_rows(k).transpose(0, 1)[None], _fused_rows(v).transpose(0, 1)[None]
     result = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=spec.scale)
     out.copy_(_unfold(result[0], q.shape[0]))
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _fused_rows(x: torch.Tensor) -> torch.Tensor:
     """torch's fused kernels on a GPU read rows of 16 bytes unasked: others raise a misaligned address."""
-    aligned = all(stride % 4 == 0 for stride in x.stride()[:2]) and x.storage_offset() % 4 == 0
-    return x if aligned or x.device.type == "cpu" else x.contiguous()
+    return x if x.device.type == "cpu" else aligned(x)
 
 
 def _explicit(

@@ -202,8 +202,11 @@ def xqa_batch_decode_with_kv_cache(
     # One scale for K and V, read for 8-bit caches alone; `q_scale` is divided by it all the same.
     factor = number(bmm2_scale, "bmm2_scale") if k.dtype.itemsize < 2 else 1.0
     scale = number(bmm1_scale, "bmm1_scale") / number(bmm2_scale, "bmm2_scale") * factor
+    queries = contiguous_view(query)
+    if chip() // 10 == 9 and q_len == 1 and k.dtype == FP8[0]:  # mha_sm90.cu multiplies 8-bit numbers
+        queries = queries.to(FP8[0]).to(query.dtype)
     result = attend_blocks(
-        contiguous_view(query), spans, Blocks(k, v, block_tables, seq_lens, width),
+        queries, spans, Blocks(k, v, block_tables, seq_lens, width),
         scale, left=window_left, sinks=_sinks(sinks), masks=masks,
     )  # fmt: skip
     _bound_queries(result, spans, q_len)

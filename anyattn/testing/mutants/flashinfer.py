@@ -165,8 +165,8 @@ MUTANTS = (
     ),
     Mutant(
         name="flashinfer: queries of any alignment",
-        where=f"{_ADAPTER}:_aligned",
-        old="if last == 1 and not (row % unit or head % unit or x.data_ptr() % 16):",
+        where="anyattn.core.rows:aligned",
+        old="if x.stride(-1) == 1 and x.data_ptr() % nbytes == 0 and not any(step % unit for step in steps):",
         new="if True:",
         names=("strided",),
     ),
