@@ -1,4 +1,4 @@
-"""`contiguous()` isn't aligned: rows that kernels load widest begin where they must, and nothing else moves."""
+"""`contiguous()` is not aligned: rows that kernels load widest begin where they must, nothing else moves."""
 
 from __future__ import annotations
 
