@@ -54,6 +54,17 @@ def test_head_blocks(heads: int) -> None:
     judged(MLACase(prefix_lens=(21, 0), extend_lens=(5, 2), num_q_heads=heads, method="absorbed"))
 
 
+@pytest.mark.parametrize("mask", [None, "tree"])
+def test_long_verifications_are_split_and_merged(mask: str | None) -> None:
+    seen: list[str] = []
+    previous = set_hook(lambda kernel, grid, args, constexprs, options: bool(seen.append(kernel.__name__)))
+    try:
+        judged(MLACase(mode="verify", prefix_lens=(150,), extend_lens=(4,), num_q_heads=3, mask=mask))
+    finally:
+        set_hook(previous)
+    assert {"mla_extend_kernel", "merge_kernel"} <= set(seen)
+
+
 def test_long_decodes_are_split_and_merged() -> None:
     seen: list[str] = []
     previous = set_hook(lambda kernel, grid, args, constexprs, options: bool(seen.append(kernel.__name__)))

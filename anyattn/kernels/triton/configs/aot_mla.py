@@ -12,9 +12,9 @@ import torch
 
 from anyattn.kernels.triton import mla
 from anyattn.kernels.triton.aot import TARGETS, Entry, Target
-from anyattn.kernels.triton.configs.mla import choose_mla, choose_splits
+from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
 
-__all__ = ["ENTRIES", "decode", "extend"]
+__all__ = ["ENTRIES", "HOPPER", "decode", "extend"]
 
 _RANK, _ROPE, _PAGE, _BATCH, _CONTEXT = 512, 64, 64, 64, 8192
 _FP8 = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1201")
@@ -44,9 +44,9 @@ def _step(tokens: int, mask: bool) -> mla.MLAStep:
     )  # fmt: skip
 
 
-def decode(heads: int, batch: int, fp8: bool, target: Target) -> None:
-    """Decode, and the merge of its splits where the chip's rule splits."""
-    tiles = choose_mla(heads, 1 if fp8 else 2, target.name.replace("_", ""))
+def decode(heads: int, batch: int, fp8: bool, target: Target, tiles: MLATiles | None = None) -> None:
+    """Decode, and the merge of its splits where the chip's rule splits. `tiles`: not those of the table."""
+    tiles = tiles or choose_mla(heads, 1 if fp8 else 2, target.name.replace("_", ""))
     programs = batch * mla.head_blocks(heads, tiles)
     splits = choose_splits(programs, _CONTEXT, tiles.block_n, target.units)
     mla.mla_decode(
@@ -56,12 +56,13 @@ def decode(heads: int, batch: int, fp8: bool, target: Target) -> None:
     )  # fmt: skip
 
 
-def extend(heads: int, new: int, mask: bool, target: Target) -> None:
+def extend(heads: int, new: int, mask: bool, target: Target, tiles: MLATiles | None = None) -> None:
     """Absorbed extend of `new` tokens a request."""
     tokens = _BATCH * new
+    tiles = tiles or choose_mla(heads * new, 2, target.name.replace("_", ""), decode=False)
     mla.mla_extend(
         _empty(tokens, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, False),
-        _step(tokens, mask), choose_mla(heads * new, 2, target.name.replace("_", "")), 192**-0.5, None, None,
+        _step(tokens, mask), tiles, 192**-0.5, None, None,
         _empty(tokens, heads, _RANK, dtype=torch.bfloat16), _empty(tokens, heads, dtype=torch.float32),
     )  # fmt: skip
 
@@ -96,3 +97,21 @@ ENTRIES: tuple[Entry, ...] = (
     _entry("mla-extend/16-heads", partial(extend, 16, 512, False), sm_90=_FEW),
 )
 """Sixteen heads are a rank's share of 128."""
+
+_KEYS, _ROWS = MLATiles(16, 64, 8, 2, "keys"), MLATiles(64, 64, 8, 2, "rows")
+
+
+def _hopper(name: str, build: Callable[[Target], None], tiles: MLATiles) -> Entry:
+    return Entry(f"mla-hopper/{name}", build, ("sm_90",), f"mla_{tiles.form}_kernel", True)
+
+
+HOPPER: tuple[Entry, ...] = (
+    _hopper("decode-16-heads", partial(decode, 16, _BATCH, False, tiles=_KEYS), _KEYS),
+    _hopper("decode-16-heads-fp8", partial(decode, 16, _BATCH, True, tiles=_KEYS), _KEYS),
+    _hopper("decode-128-heads", partial(decode, 128, _BATCH, False, tiles=_ROWS), _ROWS),
+    _hopper("decode-128-heads-fp8", partial(decode, 128, _BATCH, True, tiles=_ROWS), _ROWS),
+    _hopper("decode-128-heads-one-request", partial(decode, 128, 1, False, tiles=_ROWS), _ROWS),
+    _hopper("extend-128-heads-mask", partial(extend, 128, 4, True, tiles=_ROWS), _ROWS),
+    _hopper("extend-16-heads", partial(extend, 16, 512, False, tiles=_ROWS), _ROWS),
+)
+"""Those in Gluon, for `mla_hopper_launch.GLUON_VERSIONS`."""
