@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["verify_graphs"]
 
-_ELSEWHERE = ("full", "random", "write", "workers", "case")
+_ELSEWHERE = ("full", "random", "write", "case")
 """Options of the other verifications, which say nothing here."""
 
 
@@ -31,7 +31,7 @@ def verify_graphs(args: argparse.Namespace, device: str) -> int:
             raise ConfigError(
                 f"--{name} with --graphs",
                 asked=f"--graphs --{name}",
-                allowed="--device, --emulated, --assume, --latent, --cases (replays), --seed, --mutants",
+                allowed="--device, --emulated, --assume, --latent, --cases (replays), --workers, --mutants",
                 hint=f"leave --{name} out",
             )
     subject = _subject(args, device)
@@ -39,7 +39,7 @@ def verify_graphs(args: argparse.Namespace, device: str) -> int:
         return _mutants(args, subject)
     from anyattn.testing.graph_kit import run_graphs
 
-    results = run_graphs(subject, replays=args.cases, seed=args.seed, done=_told)
+    results = run_graphs(subject, replays=args.cases, seed=args.seed, done=_told, workers=args.workers or 1)
     captured = any(result.passed for result in results)
     print(json.dumps(_document(subject, results), indent=2) if args.json else _text(subject, results))
     return 1 if not captured or any(result.faults for result in results) else 0
@@ -75,7 +75,9 @@ def _offer() -> None:
 
 
 def _told(result: GraphResult) -> None:
-    """Progress: a line for each fault as it is found."""
+    """Progress: a line for each check, and for each fault as it is found."""
+    how = "skipped" if result.skipped else "failed" if result.faults else "passed"
+    print(f"{result.setup}: {result.check} {how} in {result.seconds:.0f} s", file=sys.stderr, flush=True)
     for fault in result.faults:
         print(f"FAILED {result.check} of {result.setup}: {fault}", file=sys.stderr, flush=True)
 

@@ -12,7 +12,7 @@ __all__ = ["serves_latents_alone", "verify_latents"]
 
 _QUICK, _FULL = 60, 1500
 _SHOWN = 10
-_ELSEWHERE = {"random": None, "write": None, "workers": None}
+_ELSEWHERE = {"random": None, "write": None}
 """Options of dense verification that say nothing here, and their defaults."""
 
 
@@ -49,7 +49,7 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
             raise ConfigError(
                 f"--{name} on latent models",
                 asked=f"--{name}",
-                allowed="--quick, --full, --cases, --case, --seed, --mutants",
+                allowed="--quick, --full, --cases, --case, --seed, --workers, --mutants",
                 hint=f"leave --{name} out, or --latent where the backend serves dense models too",
             )
     if host is not None:
@@ -64,7 +64,9 @@ def verify_latents(args: argparse.Namespace, device: str, host: str | None) -> i
         return _one_case(args, device, host)
     declared = latent_declared(args.backend, device, host)
     count = args.cases or (_FULL if args.full else _QUICK)
-    outcome = sweep(declared.record.name, device, count, args.seed, spaces_of(declared), host)
+    outcome = sweep(
+        declared.record.name, device, count, args.seed, spaces_of(declared), host, args.workers or 1
+    )
     outcome |= {"backend": declared.record.name, "target": declared.facts.target, "kind": "mla"}
     outcome |= {"name": declared.facts.device_name, "versions": versions_of(declared.rows)}
     print(json.dumps(outcome, indent=2) if args.json else _text(outcome, args, device))

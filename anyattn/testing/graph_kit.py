@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,8 +173,13 @@ def run_graphs(
     replays: int | None = None,
     seed: int = 0,
     done: Callable[[GraphResult], None] | None = None,
+    workers: int = 1,
 ) -> list[GraphResult]:
-    """Every check on every setup."""
+    """Every check on every setup, in processes of their own where `workers` are more than one: kernels are
+    compiled side by side then. Stand-ins and interpreters are in this process alone: on a CPU, one worker.
+    """
+    if workers > 1 and subject.large and not subject.emulated:
+        return _in_processes(subject, tuple(checks), replays, seed, done, workers)
     results = []
     for setup in subject.setups():
         for result in run_setup(subject, setup, checks, replays, seed):
@@ -179,6 +187,28 @@ def run_graphs(
             if done is not None:
                 done(result)
     return results
+
+
+def _in_processes(
+    subject: GraphSubject, checks: tuple[str, ...], replays: int | None, seed: int,
+    done: Callable[[GraphResult], None] | None, workers: int,
+) -> list[GraphResult]:  # fmt: skip
+    context = multiprocessing.get_context("spawn")  # a forked child can't use the device
+    results = []
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        count = len(subject.setups())
+        for found in pool.map(partial(_numbered, subject, checks, replays, seed), range(count)):
+            for result in found:
+                results.append(result)
+                if done is not None:
+                    done(result)
+    return results
+
+
+def _numbered(
+    subject: GraphSubject, checks: tuple[str, ...], replays: int | None, seed: int, number: int
+) -> list[GraphResult]:
+    return list(run_setup(subject, subject.setups()[number], checks, replays, seed))
 
 
 def run_setup(

@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import random
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
+
+import torch
 
 from anyattn.testing.emulators import emulator_of, install
 from anyattn.testing.mla_cases import MLASpace, random_mla_case
@@ -50,21 +55,48 @@ def spaces_of(declared: LatentDeclared) -> tuple[str, ...]:
 
 
 def sweep(
-    backend: str, device: str, count: int, seed: int, spaces: Sequence[str], host: str | None = None
-) -> dict[str, Any]:
+    backend: str, device: str, count: int, seed: int, spaces: Sequence[str], host: str | None = None,
+    workers: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Judge `count` cases of the named spaces, in turns; a crash is a failed case.
 
     Each is cut down to what the backend declares; where it declares nothing of the kind, it is left out.
-    `host`: decided for this emulated host, whose stand-ins are in place.
+    `host`: decided for this emulated host, whose stand-ins are in place. `workers`: processes that share the
+    cases on a device; on a CPU, where stand-ins and interpreters are in this process alone, there is one.
 
     Raises:
         UnknownNameError, SelectionError: as `latent_declared`.
     """
-    started, passed, left_out = time.perf_counter(), 0, 0
+    started, spaces = time.perf_counter(), tuple(spaces)
+    workers = 1 if host is not None or torch.device(device).type == "cpu" else max(1, min(workers, count))
+    parts = [range(first, count, workers) for first in range(workers)]
+    judge = partial(_part, backend, device, seed, spaces, host)
+    if workers == 1:
+        outcomes = [judge(parts[0])]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            outcomes = list(pool.map(judge, parts))
+    names = sorted({name for each in outcomes for name in each["worst"]})
+    left_out = sum(each["left_out"] for each in outcomes)
+    return {
+        "emulated": host is not None,
+        "cases": count - left_out,
+        "left_out": left_out,
+        "passed": sum(each["passed"] for each in outcomes),
+        "failed": [failure for each in outcomes for failure in each["failed"]][:20],
+        "worst": {name: max(each["worst"].get(name, 0.0) for each in outcomes) for name in names},
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _part(
+    backend: str, device: str, seed: int, spaces: Sequence[str], host: str | None, numbers: Iterable[int]
+) -> dict[str, Any]:
+    passed, left_out = 0, 0
     declared = latent_declared(backend, device, host)
     failed: list[dict[str, str]] = []
     worst: dict[str, float] = {}
-    for index in range(count):
+    for index in numbers:
         name = spaces[index % len(spaces)]
         rng = random.Random(f"{name}/{seed}/{index}")
         case = declared.fitted(random_mla_case(rng, SPACES[name]), rng)
@@ -82,16 +114,7 @@ def sweep(
         passed += report.passed
         if not report.passed:
             failed.append({"case": repr(case), "why": str(report)})
-    seconds = round(time.perf_counter() - started, 1)
-    return {
-        "emulated": host is not None,
-        "cases": count - left_out,
-        "left_out": left_out,
-        "passed": passed,
-        "failed": failed[:20],
-        "worst": worst,
-        "seconds": seconds,
-    }
+    return {"left_out": left_out, "passed": passed, "failed": failed, "worst": worst}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,12 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spaces", default="half,fp8")
+    parser.add_argument("--workers", type=int, default=1, help="processes, on a device")
     args = parser.parse_args(argv)
     host = None
     if args.emulated:
         host = args.assume or emulator_of(args.backend, latent=True).host
         install(args.backend, host, latent=True)
-    outcome = sweep(args.backend, args.device, args.cases, args.seed, args.spaces.split(","), host)
+    outcome = sweep(
+        args.backend, args.device, args.cases, args.seed, args.spaces.split(","), host, args.workers
+    )
     print(json.dumps(outcome, indent=1))
     return 1 if outcome["failed"] or not outcome["cases"] else 0
 
