@@ -26,6 +26,7 @@ __all__ = [
     "mla_partials",
 ]
 
+_MERGED = 32  # partials of 512 that 8 warps hold in 64 registers each
 Partials = tuple[torch.Tensor, torch.Tensor]
 """`([rows, Hq, S, rank], [rows, Hq, S])` in float32."""
 
@@ -170,11 +171,12 @@ def _merge(workspace: Partials, out: torch.Tensor, lse: torch.Tensor | None) -> 
     args = (
         part_out, part_lse, out, out, lse_arg, out.stride(0), out.stride(1), lse_arg.stride(0), heads, splits
     )  # fmt: skip
+    block_s = min(_MERGED, power_of_two(splits))
     constexprs = {
-        "DV": rank, "BLOCK_DV": max(16, power_of_two(rank)), "BLOCK_S": min(8, power_of_two(splits)),
+        "DV": rank, "BLOCK_DV": max(16, power_of_two(rank)), "BLOCK_S": block_s,
         "HAS_SINKS": False, "WRITE_LSE": lse is not None,
     }  # fmt: skip
-    launch(merge_kernel, (rows * heads,), args, constexprs, num_warps=2, num_stages=2)
+    launch(merge_kernel, (rows * heads,), args, constexprs, num_warps=max(2, block_s // 4), num_stages=2)
 
 
 def mla_extend(
