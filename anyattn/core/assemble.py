@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,16 @@ from anyattn.core.select.pages import TOKEN_MAJOR
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
 from anyattn.core.wrappers.hybrid import HybridBackend, VerifyRoute
+from anyattn.core.wrappers.shape_router import ShapeRouter
 from anyattn.errors import AnyattnError, BackendBuildError, FeatureError, PoolError
 
 if TYPE_CHECKING:
     from anyattn.core.select.decision import Decision, PhaseChoice
 
 __all__ = ["create_backend", "create_draft_backend", "table_form"]
+
+Choices = list[tuple[Phase, "PhaseChoice"]]
+_MAIN = (Phase.PREFILL, Phase.DECODE)
 
 
 def table_form(form: FormSpec, kernel_page: int) -> TableForm:
@@ -64,19 +69,32 @@ def create_backend(
     _check_types(decision, pool, table)
     _check_pool(decision, pool, table)
     backend: AttentionBackend | HybridBackend
-    choices = {Phase.PREFILL: decision.prefill, Phase.DECODE: decision.decode}
+    choices: Choices = [(Phase.PREFILL, decision.prefill), (Phase.DECODE, decision.decode)]
     drafting = decision.request.limits is not None and decision.request.limits.max_draft_tokens > 0
-    if decision.verify is not None and (drafting or any(_same(decision.verify, c) for c in choices.values())):
-        choices[Phase.VERIFY] = decision.verify
+    if decision.verify is not None and (drafting or any(_same(decision.verify, c) for _, c in choices)):
+        choices.append((Phase.VERIFY, decision.verify))
+    chosen = len(choices)
+    choices += [(route.phase, member) for route in decision.routes for member in route.members]
     built = _build_all(decision, choices, pool, table)
-    for each in built.values():
+    for each in built:
         each.mla.policy = mla or each.mla.policy
-    prefill, decode = built[Phase.PREFILL], built[Phase.DECODE]
-    verifier = built.get(Phase.VERIFY, prefill)
+    members = [(phase, each) for (phase, _), each in zip(choices[chosen:], built[chosen:], strict=True)]
+    prefill, decode = (_routed(decision, members, p, each) for p, each in zip(_MAIN, built, strict=False))
+    verifier = built[2] if chosen > 2 else prefill
     one = prefill is decode is verifier
-    backend = prefill if one else HybridBackend(prefill, decode, verify or verifier)
+    backend = built[0] if one else HybridBackend(prefill, decode, verify or verifier)
     backend.decision = decision
     return backend
+
+
+def _routed(
+    decision: Decision, members: Sequence[tuple[Phase, AttentionBackend]], phase: Phase, own: AttentionBackend
+) -> AttentionBackend | ShapeRouter:
+    """The backend of a phase, or the router of its steps."""
+    route = decision.route(phase)
+    if route is None:
+        return own
+    return ShapeRouter([each for owner, each in members if owner is phase], route.rules)
 
 
 def create_draft_backend(
@@ -99,13 +117,13 @@ def create_draft_backend(
     choice = decision.phase(Phase.DRAFT)
     if branches > 1:
         choice = _token_granular(choice, pool)
-    choices = {Phase.DECODE: choice, Phase.DRAFT: choice}
+    choices: Choices = [(Phase.DECODE, choice), (Phase.DRAFT, choice)]
     if branches > 1:
-        drafter = _build_all(decision, choices, pool, table)[Phase.DRAFT]
+        drafter = _build_all(decision, choices, pool, table)[0]
         drafter.decision = decision
         return drafter
-    built = _build_all(decision, choices | {Phase.PREFILL: decision.prefill}, pool, table)
-    prefill, draft = built[Phase.PREFILL], built[Phase.DRAFT]
+    built = _build_all(decision, [(Phase.PREFILL, decision.prefill), *choices], pool, table)
+    prefill, draft = built[0], built[-1]
     backend = draft if prefill is draft else HybridBackend(prefill, draft, "prefill", draft)
     backend.decision = decision
     return backend
@@ -126,18 +144,21 @@ def _token_granular(choice: PhaseChoice, pool: KVPool) -> PhaseChoice:
 
 
 def _build_all(
-    decision: Decision, choices: dict[Phase, PhaseChoice], pool: KVPool, table: RequestTable
-) -> dict[Phase, AttentionBackend]:
-    """One object for all phases with the same class, page and table form; each phase keeps its row."""
-    built: dict[Phase, AttentionBackend] = {}
-    for phase, choice in choices.items():
-        alike = [p for p in choices if _same(choices[p], choice)]
-        if alike[0] in built:
-            built[phase] = built[alike[0]]
+    decision: Decision, choices: Choices, pool: KVPool, table: RequestTable
+) -> list[AttentionBackend]:
+    """A backend for each choice: one object for all with the same class, page and table form.
+
+    Each phase keeps its row.
+    """
+    built: list[AttentionBackend] = []
+    for place, (phase, choice) in enumerate(choices):
+        alike = [i for i, (_, other) in enumerate(choices) if _same(other, choice)]
+        if alike[0] < place:
+            built.append(built[alike[0]])
             continue
-        rows = {p: choices[p].row for p in alike}
-        built[phase] = _build(decision, choice, rows, phase, pool, table)
-    bind_and_verify_backends(built.values(), pool, table)
+        rows = {choices[i][0]: choices[i][1].row for i in reversed(alike)}
+        built.append(_build(decision, choice, rows, phase, pool, table))
+    bind_and_verify_backends(dict.fromkeys(built), pool, table)
     return built
 
 

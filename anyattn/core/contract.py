@@ -62,6 +62,15 @@ class AttentionBackend(StepBackend):
         self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
         self._known_traits: dict[ForwardMode, Traits] = {}
 
+    def features(self, mode: ForwardMode) -> frozenset[Feature]:
+        """What calls and layers may ask for in `mode`; everything else is refused."""
+        return self._features[mode]
+
+    def restrict(self, mode: ForwardMode, features: frozenset[Feature]) -> None:
+        """From now on refuse the rest in `mode`: a route takes what all its members do."""
+        self._features[mode] &= features
+        self._known_layers.clear()
+
     # -- preparation ---------------------------------------------------------------------------------
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:

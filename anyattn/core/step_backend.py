@@ -84,5 +84,20 @@ class StepBackend(ABC):
         """
         raise GraphError(f"{type(self).__name__} captured no such metadata", asked=captured.key)
 
+    def routes(self, mode: ForwardMode) -> tuple[str, ...]:
+        """Names of the backends that steps of `mode` may go to; one without a name where there's no choice.
+
+        A graph is of one route: whoever captures does so for each.
+        """
+        return ("",)
+
+    def route_of(self, batch: ForwardBatch) -> str:
+        """The route of a step that is about to be replayed, by what the host knows of it."""
+        return ""
+
+    def routed(self, mode: ForwardMode, route: str) -> StepBackend:
+        """The backend that prepares and runs the steps of a route."""
+        return self
+
     def commit(self, batch: ForwardBatch, accepted_lens: torch.Tensor) -> None:  # noqa: B027
         """After verification: keep the state of `accepted_lens` tokens. Attention has none to keep."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from anyattn.core.contract import AttentionBackend
 from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.plan import Plan, Table, TableForm, TableKind
 from anyattn.core.wrappers.hybrid import HybridBackend
+from anyattn.core.wrappers.shape_router import ShapeRouter
 from anyattn.testing.builder import Step, build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.checks import Outcome, Subject
@@ -36,9 +39,10 @@ def tables(subject: Subject, case: Case) -> Outcome:
     """All table forms of one step."""
     world = subject.world(case)
     step = build_step(world)
-    backend = world.backend
-    if isinstance(backend, HybridBackend):
-        backend = backend.child(step.batch.forward_mode)
+    serving: Any = world.backend
+    if isinstance(serving, HybridBackend):
+        serving = serving.child(step.batch.forward_mode)
+    backend: AttentionBackend = serving.first if isinstance(serving, ShapeRouter) else serving
     faults: list[str] = []
     for form in _forms(backend.compiler.form, case.page_size):
         compiler: MetadataCompiler = copy.copy(backend.compiler)

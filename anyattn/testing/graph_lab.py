@@ -126,8 +126,9 @@ class GraphLab:
         return self.serving_of(self.backend)
 
     def serving_of(self, backend: Any) -> Any:
-        """The child of a hybrid that serves the captured mode, or the backend itself."""
-        return backend.child(self.setup.mode) if hasattr(backend, "child") else backend
+        """The child of a hybrid that serves the captured mode (the first of a route), or the backend itself."""
+        mode = self.setup.mode
+        return backend.routed(mode, backend.routes(mode)[0])
 
     # -- the model -----------------------------------------------------------------------------------
 

@@ -22,15 +22,16 @@ class EagerTwin:
     def __init__(self, lab: GraphLab) -> None:
         self._lab, self.backend = lab, lab.new_backend()
         self.backend.init_cuda_graph_state(lab.limits)
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[tuple[int, str], Plan] = {}
 
     def run(self, step: GraphStep, size: int) -> tuple[dict[str, torch.Tensor], Plan]:
         """All outputs of the bucket, padded rows too, and the plan that they ran on."""
         lab, backend = self._lab, self.backend
         padded = self.padded(step, size)
-        if size not in self._plans:
-            self._plans[size] = backend.init_forward_metadata_out_graph(padded, in_capture=True)
-        plan = backend.init_forward_metadata_out_graph(padded, captured=self._plans[size])
+        key = size, backend.route_of(padded)
+        if key not in self._plans:
+            self._plans[key] = backend.init_forward_metadata_out_graph(padded, in_capture=True)
+        plan = backend.init_forward_metadata_out_graph(padded, captured=self._plans[key])
         backend.init_forward_metadata_in_graph(plan)
         with torch.no_grad(), forward_context(backend, plan):
             return lab.body(padded, **self.padded_inputs(step, size)), plan
@@ -38,7 +39,8 @@ class EagerTwin:
     def padded(self, step: GraphStep, size: int) -> ForwardBatch:
         """The step with requests that stand for nobody behind it."""
         lab, missing, tokens = self._lab, size - len(step.rows), self._lab.setup.tokens
-        fill = lab.backend.get_cuda_graph_seq_len_fill_value(lab.setup.mode, tokens)
+        serving = lab.backend.routed(lab.setup.mode, lab.backend.route_of(step.batch))
+        fill = serving.get_cuda_graph_seq_len_fill_value(lab.setup.mode, tokens)
         batch = lab.make_batch(
             [*step.rows, *[lab.table.padding_row] * missing],
             [*step.prefix, *[fill - tokens] * missing],

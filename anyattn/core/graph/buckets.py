@@ -21,7 +21,7 @@ class GraphKey:
     """What is fixed inside one graph. All that is chosen a step is chosen before, and names a graph.
 
     Attributes:
-        mask: `none`, or the form of a `VerifyMask`. route: which of several backends runs it.
+        mask: `none`, or the form of a `VerifyMask`. route: which of several backends runs it, by name.
     """
 
     mode: ForwardMode
@@ -38,7 +38,8 @@ class GraphKey:
 
     def __str__(self) -> str:
         mask = "" if self.mask == "none" else f", {self.mask}"
-        return f"{self.mode.value} of {self.num_requests} x {self.tokens_per_request}{mask}"
+        route = f", {self.route}" if self.route else ""
+        return f"{self.mode.value} of {self.num_requests} x {self.tokens_per_request}{mask}{route}"
 
 
 class Buckets:

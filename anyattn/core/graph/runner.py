@@ -74,7 +74,7 @@ class GraphRunner:
         self.read_done: Fence = platform.new_fence()
         """Behind it, nothing of the last replay reads what a scheduler owns: tables, batch, inputs."""
         self._body, self._early = body, early_tables
-        self._captured: dict[tuple[ForwardMode, int, int, str], Captured] = {}
+        self._captured: dict[GraphKey, Captured] = {}
         self._masks: dict[tuple[ForwardMode, int], VerifyMask | None] = {}
         backend.init_cuda_graph_state(limits)
         self._guard = PoolGuard(backend)
@@ -91,6 +91,8 @@ class GraphRunner:
     ) -> None:
         """Capture `mode` for every bucket, the largest first: smaller ones then live in its memory.
 
+        Where a `ShapeRouter` serves the mode, there is a graph for each of its members.
+
         Args:
             tokens_per_request: query tokens of every request (target verification, drafts).
             mask: the tree mask whose buffer replays read, filled in place before each.
@@ -102,21 +104,21 @@ class GraphRunner:
         """
         self._guard.check_idle("capture")
         check_capturable(self.backend, mode, tokens_per_request, self.limits)
+        form = "none" if mask is None else mask.mode.value
         for size in reversed(self.buckets.sizes):
-            if size * tokens_per_request <= self.limits.max_tokens:
-                self._capture(mode, size, tokens_per_request, mask, example)
+            for route in self.backend.routes(mode):
+                if size * tokens_per_request <= self.limits.max_tokens:
+                    key = GraphKey(mode, size, tokens_per_request, mask=form, route=route)
+                    self._capture(key, mask, example)
         self._masks[mode, tokens_per_request] = mask
 
-    def _capture(
-        self, mode: ForwardMode, size: int, tokens: int, mask: VerifyMask | None, example: ForwardBatch | None
-    ) -> None:
-        form = "none" if mask is None else mask.mode.value
-        key = GraphKey(mode, size, tokens, mask=form)
-        fill = self.backend.get_cuda_graph_seq_len_fill_value(mode, tokens)
+    def _capture(self, key: GraphKey, mask: VerifyMask | None, example: ForwardBatch | None) -> None:
+        serving = self.backend.routed(key.mode, key.route)
+        fill = serving.get_cuda_graph_seq_len_fill_value(key.mode, key.tokens_per_request)
         padder = Padder(key, self.backend.table, fill)
         batch = padder.empty(example or example_batch(key, mask))
         before = self.platform.memory_bytes()
-        plan = self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        plan = serving.init_forward_metadata_out_graph(batch, in_capture=True)
         inputs = {name: value[: key.num_tokens] for name, value in self.inputs.items()}
         outputs: Any = None
 
@@ -133,9 +135,9 @@ class GraphRunner:
         graph = self.platform.new_graph()
         graph.capture(run)
         nbytes = self.platform.memory_bytes() - before
-        ends = self.backend.traits(mode).shared_read_ends
+        ends = serving.traits(key.mode).shared_read_ends
         made = Captured(key, graph, plan, padder, inputs, outputs, nbytes, ends)
-        self._captured[mode, size, tokens, form] = made
+        self._captured[key] = made
 
     # -- replay --------------------------------------------------------------------------------------
 
@@ -162,11 +164,12 @@ class GraphRunner:
         self._guard.check_pool()
         tokens, mask = check_replayable(batch, self._masks)
         size = self.buckets.fit(batch.batch_size)
-        found = self._captured.get((batch.forward_mode, size, tokens, mask))
+        key = GraphKey(batch.forward_mode, size, tokens, mask=mask, route=self.backend.route_of(batch))
+        found = self._captured.get(key)
         if found is None:
             raise GraphError(
                 "this step was never captured",
-                asked=str(GraphKey(batch.forward_mode, size, tokens, mask=mask)),
+                asked=str(key),
                 allowed=", ".join(str(each.key) for each in self._captured.values()) or "nothing yet",
                 hint=f"runner.capture(ForwardMode.{batch.forward_mode.name}, tokens_per_request={tokens})",
             )

@@ -37,7 +37,8 @@ class RouteMap:
 
     def __init__(self, default: str, rules: Iterable[RouteRule] = ()) -> None:
         self.default, self.rules = default, tuple(rules)
-        self._of_run = {run: [r for r in self.rules if r.run == run] or self.rules for run in RUNS}
+        own = {run: tuple(rule for rule in self.rules if rule.run == run) for run in RUNS}
+        self._of_run = {run: rules or self.rules for run, rules in own.items()}
         self._known: dict[tuple[str, int, int, int], str] = {}
 
     def backend(self, run: str, requests: float, kv_len: float | None, new_tokens: float) -> str:

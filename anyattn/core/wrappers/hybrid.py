@@ -13,11 +13,13 @@ from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Traits
+from anyattn.core.wrappers.shape_router import ShapeRouter
 from anyattn.errors import ConfigError
 
 __all__ = ["HybridBackend", "VerifyRoute"]
 
 VerifyRoute = Literal["prefill", "decode"]
+Child = AttentionBackend | ShapeRouter
 
 
 class HybridBackend(StepBackend):
@@ -29,10 +31,10 @@ class HybridBackend(StepBackend):
 
     def __init__(
         self,
-        prefill: AttentionBackend,
-        decode: AttentionBackend,
-        verify: VerifyRoute | AttentionBackend = "prefill",
-        draft: AttentionBackend | None = None,
+        prefill: Child,
+        decode: Child,
+        verify: VerifyRoute | Child = "prefill",
+        draft: Child | None = None,
     ) -> None:
         """Raises `ConfigError` if the children don't share one pool and request table."""
         if isinstance(verify, str) and verify not in ("prefill", "decode"):
@@ -46,13 +48,25 @@ class HybridBackend(StepBackend):
             raise ConfigError("the backends of a hybrid share one pool and one request table")
         self.pool, self.table = prefill.pool, prefill.table
 
-    def child(self, mode: ForwardMode) -> AttentionBackend:
+    def child(self, mode: ForwardMode) -> Child:
         """The child that serves `mode`."""
         if mode in (ForwardMode.DECODE, ForwardMode.IDLE):
             return self.decode
         if mode is ForwardMode.TARGET_VERIFY:
             return self.verify
         return self.draft if mode is ForwardMode.DRAFT_EXTEND else self.prefill
+
+    def routes(self, mode: ForwardMode) -> tuple[str, ...]:
+        """Those of the child that serves `mode`."""
+        return self.child(mode).routes(mode)
+
+    def route_of(self, batch: ForwardBatch) -> str:
+        """The serving child's."""
+        return self.child(batch.forward_mode).route_of(batch)
+
+    def routed(self, mode: ForwardMode, route: str) -> StepBackend:
+        """The serving child, or who it routes to."""
+        return self.child(mode).routed(mode, route)
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Exactly those of the child that serves `mode`."""
