@@ -162,6 +162,9 @@ def mla_rows_kernel(
             async_copy.wait_group(0)
         fence_async_shared()
         barrier()
+        latent = latents.index(stage)
+        s = warpgroup_mma(query, latent.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(query_rope, ropes.index(stage).permute((1, 0)), s, is_async=True)
         if FP8:
             at = cache + base[:, None]
             held = gl.load(at + columns[None, :])
@@ -169,9 +172,6 @@ def mla_rows_kernel(
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
         base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-        latent = latents.index(stage)
-        s = warpgroup_mma(query, latent.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(query_rope, ropes.index(stage).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         if HAS_MASK:
             inside = (n + key < hi)[None, :]

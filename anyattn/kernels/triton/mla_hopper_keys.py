@@ -86,6 +86,9 @@ def mla_keys_kernel(
             async_copy.wait_group(0)
         fence_async_shared()
         barrier()
+        latent = latents.index(stage)
+        s = warpgroup_mma(latent, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma(ropes.index(stage), query_rope.permute((1, 0)), s, is_async=True)
         if FP8:
             at = cache + base[:, None]
             held = gl.load(at + columns[None, :])
@@ -93,9 +96,6 @@ def mla_keys_kernel(
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
         base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-        latent = latents.index(stage)
-        s = warpgroup_mma(latent, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(ropes.index(stage), query_rope.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
