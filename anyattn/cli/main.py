@@ -21,12 +21,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "backends": ("anyattn.cli.backends", "which backend serves what, on this machine or any other"),
     "select": ("anyattn.cli.select", "choose the backends for a model, and say why"),
     "generate": ("anyattn.cli.generate", "text from a small real model through the chosen backends"),
+    "bench": (
+        "anyattn.cli.bench",
+        "time every backend on this machine, beside the libraries called directly",
+    ),
     "verify": ("anyattn.cli.verify", "prove a backend on this machine: thousands of cases, and its promises"),
     "verify-compile": (
         "anyattn.cli.verify_compile",
         "compile the Triton kernels for chips that aren't there",
     ),
     "matrix": ("anyattn.cli.matrix", "CI lanes as data, pipelines from them, support tables from results"),
+    "diff": ("anyattn.cli.diff", "what changed between two measurements, decisions or machines"),
     "lint": ("anyattn.cli.lint", "find what a graph can't hold in the code that it records"),
 }
 """Command -> (module, help). A module has `add_arguments(parser)` and `run(args) -> exit code`."""

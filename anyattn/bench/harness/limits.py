@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ class MachineLimits:
 
     Attributes:
         copy_gb_per_s: `dst.copy_(src)` far outside the cache, bytes read plus bytes written.
-        read_gb_per_s: a sum over the same.
+        read_gb_per_s: a sum over the same; on a GPU, the faster of torch's and a Triton kernel's.
         gemm_tflop_per_s: a square matrix product in `dtype`.
     """
 
@@ -44,7 +46,7 @@ def measure_limits(
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy = _best(timer, Candidate("copy", [lambda: target.copy_(source)]))
-    read = _best(timer, Candidate("read", [source.sum]))
+    read = min(_best(timer, Candidate(name, [run])) for name, run in _readers(source).items())
     size = size or (8192 if on_gpu else 1536)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     gemm = _best(timer, Candidate("gemm", [lambda: torch.nn.functional.linear(a, b)]))
@@ -54,6 +56,16 @@ def measure_limits(
         gemm_tflop_per_s=2 * size**3 / gemm / 1e12,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _readers(source: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Ways to read all of it."""
+    found: dict[str, Callable[[], object]] = {"torch": source.sum}
+    if source.is_cuda and importlib.util.find_spec("triton") is not None:
+        from anyattn.bench.harness.read import reader
+
+        found["triton"] = reader(source)
+    return found
 
 
 def _best(timer: Timer, candidate: Candidate) -> float:

@@ -76,6 +76,11 @@ class CudaTimer(Timer):
             torch.cuda.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / calls
 
+    def prepare(self, candidate: Candidate) -> None:
+        """Capture its graph, where graphs are timed: what can't be captured raises here, not in a round."""
+        if self.graph:
+            self._captured(candidate)
+
     def _captured(self, candidate: Candidate) -> torch.cuda.CUDAGraph:
         if candidate.name not in self._graphs:
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -1,0 +1,141 @@
+"""The result as JSON (`anyattn.bench/1`): what others read, and what a run goes on from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyattn.api import host_facts
+from anyattn.bench.cells import Cell
+from anyattn.bench.engine import Timed, rates
+from anyattn.bench.harness.limits import MachineLimits
+from anyattn.bench.harness.report import device_name, versions
+from anyattn.errors import ConfigError
+
+__all__ = ["SCHEMA", "add", "limits_json", "load", "new_document", "save", "skipped_cell"]
+
+SCHEMA = "anyattn.bench/1"
+
+Document = dict[str, Any]
+
+
+def new_document(device: torch.device, commit: str | None = None) -> Document:
+    """A result without cells: device, versions of everything that timings depend on, date, commit."""
+    facts = host_facts(str(device))
+    libraries = {name: lib.version for name, lib in facts.libraries.items() if lib.version}
+    return {
+        "schema": SCHEMA,
+        "device": device_name(device),
+        "arch": facts.target,
+        "units": facts.num_units,
+        "versions": libraries | versions(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "commit": _commit() if commit is None else commit,
+        "command": shlex.join(["anyattn", *sys.argv[1:]]),
+        "threads": torch.get_num_threads(),
+        "limits": {},
+        "cells": [],
+        "left_out": [],
+    }
+
+
+def _commit() -> str:
+    """Of the checkout that this file lies in; empty outside of one."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
+            capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def limits_json(limits: MachineLimits) -> dict[str, Any]:
+    """What the machine can do: GB/s of a copy (read + written) and of a read, TFLOP/s of a product."""
+    return {
+        "copy_gb_s": limits.copy_gb_per_s,
+        "read_gb_s": limits.read_gb_per_s,
+        "gemm_tflop_s": limits.gemm_tflop_per_s,
+        "dtype": limits.dtype,
+    }
+
+
+def add(document: Document, timed: Timed) -> None:
+    """A cell in one mode."""
+    cell, limits = timed.cell, document["limits"]
+    results = [
+        {
+            "name": contender.name,
+            "kind": contender.kind,
+            "counts": contender.counts,
+            "median_s": result.median,
+            "best_s": min(result.seconds),
+            "spread": result.spread / 100.0,
+            "rounds": len(result.seconds),
+            **rates(cell, result, limits),
+            "error": error,
+        }
+        for contender, result, error in timed.results
+    ]
+    document["cells"].append({
+        "cell": cell.to_json(),
+        "mode": timed.mode,
+        "copies": timed.copies,
+        "choice": timed.choice,
+        "results": results,
+        "skipped": [{"name": name, "why": why} for name, why in timed.skipped],
+    })  # fmt: skip
+
+
+def skipped_cell(document: Document, cell: Cell, why: str) -> None:
+    """A cell that nobody was timed in."""
+    for mode in cell.modes:
+        add(document, Timed(cell, mode, 0, None, skipped=[("every contender", why)]))
+
+
+def save(document: Mapping[str, Any], path: str | Path) -> None:
+    """Write it; a reader never sees half of a file.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    target = Path(path)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, target)
+    except OSError as error:
+        allowed = "a file in a folder that is there"
+        raise ConfigError(
+            "the result can't be written", asked=str(path), allowed=allowed, hint=str(error)
+        ) from error
+
+
+def load(path: str | Path) -> Document:
+    """A result that was saved.
+
+    Raises:
+        ConfigError: no such file, or not a result.
+    """
+    try:
+        found: Document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        allowed = "what `anyattn bench --json FILE` wrote"
+        raise ConfigError(
+            "a bench result can't be read", asked=str(path), allowed=allowed, hint=str(error)
+        ) from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        schema = found.get("schema") if isinstance(found, dict) else type(found).__name__
+        raise ConfigError("schema of a bench result", asked=repr(schema), allowed=SCHEMA)
+    return found

@@ -1,0 +1,232 @@
+"""Time attention on this machine: every usable backend, beside the libraries called directly.
+
+Each cell of the grid is built, judged against float32 and timed in interleaved rounds, under graphs and
+eagerly, with the machine's limits measured in the same run. The result is a table, and JSON with --json FILE;
+--write makes the measured table of it that selection reads.
+
+    anyattn bench --quick                        a few minutes of the most telling cells
+    anyattn bench --minutes 6 --json out.json    the worthiest cells first, for six minutes
+    anyattn bench --device cpu
+    anyattn bench --growth                       what preparing a step costs as batch and context grow
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from anyattn.cli.bench_write import add_write_arguments
+from anyattn.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyattn.bench.cells import Cell
+    from anyattn.bench.engine import Options
+
+__all__ = ["add_arguments", "device_of", "run"]
+
+_LOST = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `anyattn bench`."""
+    which = parser.add_argument_group("which cells")
+    which.add_argument("--device", help="torch device (default: the GPU, else the CPU)")
+    which.add_argument(
+        "--workloads", metavar="A,B", type=_names, default=(), help="decode, prefill, extend, …"
+    )
+    which.add_argument(
+        "--cells", metavar="A,B", type=_names, default=(), help="names, or patterns: decode-64x8k*"
+    )
+    which.add_argument(
+        "--modes", metavar="A,B", type=_names, default=(), help="graph, eager (default: as the grid)"
+    )
+    which.add_argument("--quick", action="store_true", help="a few telling cells of each workload")
+    which.add_argument("--grid", metavar="FILE", help="another grid than the one that ships")
+    which.add_argument("--list", action="store_true", help="print the chosen cells only")
+    who = parser.add_argument_group("who takes part")
+    who.add_argument(
+        "--only", metavar="A,B", type=_names, default=(), help="these, by name or pattern: triton,fa3*"
+    )
+    who.add_argument("--skip", metavar="A,B", type=_names, default=(), help="all but these")
+    who.add_argument("--all", action="store_true", help="backends that pass with a reservation, too")
+    who.add_argument("--no-peers", action="store_true", help="no libraries called directly")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no cell after that; the worthiest come first"
+    )
+    how.add_argument("--rounds", type=int, default=5, help="samples of each, taken in turns (default: 5)")
+    how.add_argument("--threads", type=int, help="torch threads (default: torch's choice)")
+    how.add_argument("--commit", help="what was measured, where git can't tell")
+    how.add_argument("--resume", action="store_true", help="go on with the result in --json FILE")
+    what = parser.add_argument_group("what comes out")
+    what.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write the result there (none: print it)"
+    )
+    what.add_argument("--out", dest="json", metavar="FILE", help="the same")
+    what.add_argument("--plot", metavar="FILE", help="a roofline: .svg, or .png with matplotlib")
+    what.add_argument("--defaults", action="store_true", help="print policies only: ours, SGLang's, vLLM's")
+    what.add_argument("--growth", action="store_true", help="time the preparation of steps instead")
+    add_write_arguments(parser)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 done; 3 if the device failed for good, with what was measured until then.
+
+    Raises:
+        ConfigError, UnknownNameError: options that can't be.
+    """
+    if args.resume and args.json in (None, "-"):
+        raise ConfigError("--resume", asked="no file", allowed="--json FILE of the run to go on with")
+    if args.growth:
+        from anyattn.cli.bench_growth import run_growth
+
+        return run_growth(args)
+    if args.saved:
+        from anyattn.bench.document import load
+
+        return _report(args, load(args.saved), measured=False)
+    device = device_of(args)
+    cells = _cells(args, device)
+    if args.list:
+        _print_list(cells, as_json=args.json is not None)
+        return 0
+    return _measure(args, cells, device)
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The device that is asked for, with as many threads.
+
+    Raises:
+        ConfigError: one that isn't there.
+    """
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in ("cuda", "cpu"):
+        raise ConfigError("--device", asked=name, allowed="cuda, cpu")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ConfigError("--device", asked=name, allowed="cpu", hint="this torch sees no GPU")
+    return torch.device(name)
+
+
+def _cells(args: argparse.Namespace, device: torch.device) -> list[Cell]:
+    from dataclasses import replace
+
+    from anyattn.bench.grid import choose, load_grid
+
+    kind = "cpu" if device.type == "cpu" else "gpu"
+    chosen = choose(
+        load_grid(kind, args.grid),
+        workloads=args.workloads,
+        patterns=args.cells,
+        quick=args.quick,
+        modes=args.modes,
+    )
+    if args.modes:
+        chosen = [replace(c, modes=tuple(m for m in c.modes if m in args.modes)) for c in chosen]
+    if not chosen:
+        raise ConfigError("no cell is left", asked="--workloads, --cells, --modes and --quick together",
+                          hint="`anyattn bench --list` shows all")  # fmt: skip
+    return chosen
+
+
+def _print_list(cells: Sequence[Cell], *, as_json: bool) -> None:
+    if as_json:
+        print(
+            json.dumps(
+                [cell.to_json() | {"modes": cell.modes, "worth": cell.worth} for cell in cells], indent=1
+            )
+        )
+        return
+    for cell in cells:
+        print(
+            f"{cell.worth}  {cell.name:44} {'+'.join(cell.modes):12} {cell.stored_bytes / 1e6:8.1f} MB of KV"
+        )
+
+
+def _options(args: argparse.Namespace, device: torch.device) -> Options:
+    from anyattn.bench.engine import Options
+    from anyattn.bench.run import to_stderr
+
+    return Options(
+        rounds=max(2, args.rounds), only=args.only, skip=args.skip, degraded=args.all or device.type == "cpu",
+        peers=not args.no_peers, say=to_stderr,
+    )  # fmt: skip
+
+
+def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device) -> int:
+    from anyattn.bench.document import load
+    from anyattn.bench.engine import DeviceLost
+    from anyattn.bench.run import Budget, run_cells, to_stderr
+    from anyattn.bench.summary import cell_text
+
+    path = None if args.json in (None, "-") else args.json
+    known = load(path) if args.resume and path and os.path.exists(path) else None
+    budget = Budget.of_minutes(args.minutes)
+    quiet = args.json == "-" or args.defaults
+    try:
+        document = run_cells(
+            cells, device, _options(args, device),
+            budget=budget, path=path, document=known, commit=args.commit,
+            show=(lambda _: None) if quiet else lambda entry: print(cell_text(entry), flush=True),
+        )  # fmt: skip
+    except DeviceLost as lost:
+        to_stderr(f"the device failed: {lost}")
+        return _go_on(args, budget.left) if path else _LOST
+    return _report(args, document, measured=True)
+
+
+def _go_on(args: argparse.Namespace, seconds: float) -> int:
+    """The rest in a new process: a broken context is the process's, not the device's."""
+    if seconds <= 0:
+        return _LOST
+    given = [part for part in sys.argv[1:] if part != "--resume"] + ["--resume"]
+    if args.minutes is not None:
+        given += ["--minutes", f"{seconds / 60:.2f}"]
+    sys.stdout.flush()
+    return os.execv(sys.executable, [sys.executable, "-m", "anyattn.cli.main", *given])
+
+
+def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: bool) -> int:
+    from anyattn.bench.document import save
+    from anyattn.bench.plot import plot
+    from anyattn.bench.summary import cell_text, describe, head, policies, summary
+
+    if args.json == "-":
+        print(json.dumps(document, indent=1))
+    elif args.defaults:
+        lines = describe(
+            "Policies (their time over ours; above 1: ours is faster)", policies(document["cells"])
+        )
+        print("\n".join([*head(document), *lines]))
+    else:
+        if not measured:
+            print("\n".join(cell_text(entry) for entry in document["cells"]))
+        print(f"\n{summary(document)}")
+    if args.json not in (None, "-") and not measured:
+        save(document, args.json)
+    if args.plot:
+        plot(document, args.plot)
+    if args.write:
+        from anyattn.cli.bench_write import write_table
+
+        table, where = write_table(
+            document, args.write, merge=args.merge, command=document.get("command", "")
+        )
+        print(
+            f"{len(table.entries)} buckets of {', '.join(table.backends())} written to {where}",
+            file=sys.stderr,
+        )
+    return 0

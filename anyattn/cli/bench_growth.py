@@ -1,0 +1,25 @@
+"""`anyattn bench --growth`: what preparing a step costs as the batch and the context grow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+__all__ = ["run_growth"]
+
+
+def run_growth(args: argparse.Namespace) -> int:
+    """Measure, print the slopes, and write JSON where asked."""
+    from anyattn.bench.growth import measure_growth, text
+    from anyattn.cli.bench import device_of
+
+    found = measure_growth(device_of(args), only=args.only)
+    if args.json == "-":
+        print(json.dumps(found, indent=1))
+        return 0
+    print(text(found))
+    if args.json:
+        from anyattn.bench.document import save
+
+        save(found, args.json)
+    return 0
