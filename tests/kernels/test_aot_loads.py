@@ -13,7 +13,7 @@ import aot_samples
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton import attention, decode, extend
+from anyattn.kernels.triton import decode, decode_launch, extend, extend_launch
 from anyattn.kernels.triton.aot import TARGETS, measure, scalar_reads
 from anyattn.kernels.triton.aot_usage import Usage, async_copies, global_loads, nvidia_usage
 from anyattn.kernels.triton.configs.aot import ENTRIES
@@ -34,10 +34,13 @@ def unhinted_offsets(
 
 @pytest.fixture
 def lost_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((decode, "decode_kernel"), (extend, "extend_kernel")):
+    for module, host, name in (
+        (decode, decode_launch, "decode_kernel"),
+        (extend, extend_launch, "extend_kernel"),
+    ):
         monkeypatch.setattr(module, "page_offsets", unhinted_offsets)
         # A kernel of its own: the shipped one keeps what it was compiled with.
-        monkeypatch.setattr(attention, name, triton.JITFunction(getattr(module, name).fn))
+        monkeypatch.setattr(host, name, triton.JITFunction(getattr(module, name).fn))
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1201"])

@@ -10,7 +10,14 @@ pytest.importorskip("triton", reason="the portable extra isn't installed")
 
 from anyattn.catalog import architectures
 from anyattn.kernels.triton.configs import amd, choose_decode, choose_extend, interpreter, nvidia
-from anyattn.kernels.triton.configs.choose import decode_row, extend_row, kernel_arch, num_units, power_of_two
+from anyattn.kernels.triton.configs.choose import (
+    MIN_TILES,
+    decode_row,
+    extend_row,
+    kernel_arch,
+    num_units,
+    power_of_two,
+)
 
 HEAD_SIZES = (16, 64, 80, 96, 112, 128, 192, 256)
 CHIPS = tuple(name.partition(":")[2] for name in (*architectures.CUDA, *architectures.ROCM))
@@ -30,7 +37,7 @@ def test_no_known_chip_falls_back_to_the_interpreter(arch: str, itemsize: int) -
 def test_unknown_chips_get_the_smallest_tiles() -> None:
     assert decode_row("gfx1030", 128, 2) is interpreter.DECODE[-1]
     assert extend_row("gfx1030", 128, 2, 512) is interpreter.EXTEND[-1]
-    assert choose_decode(1, 1024, 64, 2, "sm999", 10).block_n == interpreter.DECODE[-1].wide.block_n
+    assert choose_decode(1, 1, 1024, 64, 2, "sm999", 10).block_n == interpreter.DECODE[-1].wide.block_n
 
 
 @pytest.mark.parametrize("arch", CHIPS)
@@ -58,36 +65,46 @@ def test_cuda_pipelines_its_loads(arch: str) -> None:
     """`cp.async` needs two stages."""
     if arch.startswith("sm"):
         for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
-            assert choose_decode(1, 4096, dim, itemsize, arch, 100).num_stages >= 2
+            assert choose_decode(1, 1, 4096, dim, itemsize, arch, 100).num_stages >= 2
             assert choose_extend(512, dim, itemsize, arch).num_stages >= 2
 
 
 @pytest.mark.parametrize("arch", [*CHIPS, "interpreter"])
-@pytest.mark.parametrize("programs", [1, 7, 8, 131, 132, 133, 500, 10_000])
-def test_splits_fill_the_chip_and_are_two_tiles_long(arch: str, programs: int) -> None:
-    for units, length, dim in itertools.product((4, 132), (1, 16, 100, 8192, 131_072), (64, 256)):
-        got = choose_decode(programs, length, dim, 2, arch, units)
+@pytest.mark.parametrize("batch", [1, 7, 16, 17, 132, 133, 512])
+def test_ranges_fill_the_chip(arch: str, batch: int) -> None:
+    for units, length, dim, programs in itertools.product(
+        (4, 132), (1, 16, 100, 8192, 131_072), (64, 256), (1, 7, 8, 32, 48, 100)
+    ):
+        got = choose_decode(batch, programs, length, dim, 2, arch, units)
         row = decode_row(arch, dim, 2)
+        wanted = row.wide if batch * programs <= units else row.narrow
+        tile = (wanted.block_n, wanted.num_warps, wanted.num_stages)
+        assert (got.block_n, got.num_warps, got.num_stages) == tile
         tiles = -(-length // got.block_n)
-        assert 1 <= got.num_splits <= max(1, -(-tiles // 2))
-        assert got.num_splits == 1 or got.num_splits * programs <= row.programs_per_unit * units
-        wanted = row.wide if programs <= units else row.narrow
-        assert (got.block_n, got.num_warps, got.num_stages) == (
-            wanted.block_n,
-            wanted.num_warps,
-            wanted.num_stages,
-        )
+        assert got.split == (tiles > got.min_tiles == MIN_TILES)
+        assert got.num_ranges == batch or got.split
+        assert got.num_ranges <= batch * max(1, -(-tiles // MIN_TILES))
+        slots = units if wanted is row.wide else row.programs_per_unit * units
+        if got.split and got.num_ranges < batch * -(-tiles // MIN_TILES) and programs <= slots // 4:
+            filled = got.num_ranges * programs / slots
+            assert filled / -(-filled // 1) > 0.85, "a last wave that is nearly empty"
 
 
 def test_one_long_request_uses_every_unit() -> None:
-    got = choose_decode(8, 131_072, 128, 2, "sm90", 132)
-    assert got.num_splits == 132 // 8
+    got = choose_decode(1, 8, 131_072, 128, 2, "sm90", 132)
+    assert got.num_ranges == 132 // 8
+
+
+def test_short_requests_are_whole() -> None:
+    """Without a cut there is no merge, whatever a table says."""
+    got = choose_decode(300, 8, 128, 128, 2, "sm90", 132)
+    assert (got.split, got.num_ranges, got.overlap) == (False, 300, 0)
 
 
 def test_many_heads_take_the_narrow_tile() -> None:
     row = decode_row("sm90", 128, 2)
     for heads, tile in ((16, row.wide), (32, row.wide), (64, row.narrow)):
-        assert choose_decode(1, 131_072, 128, 2, "sm90", 132, heads=heads).block_n == tile.block_n
+        assert choose_decode(1, 1, 131_072, 128, 2, "sm90", 132, heads=heads).block_n == tile.block_n
 
 
 def test_a_row_may_be_for_some_versions_of_the_compiler() -> None:

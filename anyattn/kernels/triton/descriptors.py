@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anyattn.kernels.triton.attention import Cache
 
-__all__ = ["Matrices", "new_matrices", "pool_matrices"]
+__all__ = ["Matrices", "Matrix", "boxes", "new_matrices", "pool_matrices"]
 
 _ALIGNED = 16
 """Bytes: CUDA driver API, cuTensorMapEncodeTiled, of the address and of all strides but the last."""
 
 
 @dataclass(frozen=True, eq=False)
+class Matrix:
+    """`rows` of `width` elements, `stride` elements apart, from the beginning of `storage`; heads of `dim`."""
+
+    storage: torch.Tensor
+    rows: int
+    width: int
+    stride: int
+    dim: int
+
+    @property
+    def allowed(self) -> bool:
+        """A descriptor can have this address and these strides."""
+        size = self.storage.element_size()
+        aligned = self.storage.data_ptr() % _ALIGNED == 0 and self.stride * size % _ALIGNED == 0
+        return aligned and 0 < self.rows < 1 << 30 and self.width <= self.stride
+
+
+@dataclass(frozen=True, eq=False)
 class Matrices:
-    """Descriptors of boxes `[block_n, D]` and `[block_n, Dv]`.
+    """K and V of a step.
 
     `k_head`, `v_head`: elements of a row between heads. Slot s of head h of a pool lies in row
     `s // P * page_rows + s % P + h * head_rows`; of new K and V, token t is row t and `page_rows` is 0.
+    `made`: descriptors, by kind.
     """
 
-    k: TensorDescriptor
-    v: TensorDescriptor
+    k: Matrix
+    v: Matrix
     k_head: int
     v_head: int
     page_rows: int = 0
     head_rows: int = 0
+    made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def paged(self) -> bool:
+        """Of a pool."""
+        return self.page_rows > 0
+
+    def described(self, kind: Any, make: Callable[[Matrix], Any]) -> tuple[Any, Any]:
+        """Descriptors of K and V, made once for each `kind`."""
+        if kind not in self.made:
+            self.made[kind] = make(self.k), make(self.v)
+        return self.made[kind]
 
 
-def new_matrices(k: torch.Tensor, v: torch.Tensor, block_n: int) -> Matrices | None:
+def new_matrices(k: torch.Tensor, v: torch.Tensor) -> Matrices | None:
     """Of this step's `k [T, Hkv, D]` and `v [T, Hkv, Dv]`, whose heads lie in a row."""
     made = []
     for x in (k, v):
         tokens, heads, dim = x.shape
-        width = (heads - 1) * x.stride(1) + dim
-        if tokens == 0 or width > x.stride(0) or x.stride(2) != 1:
+        if x.stride(2) != 1:
             return None
-        made.append(_descriptor(x, tokens, width, x.stride(0), dim, block_n))
-    if made[0] is None or made[1] is None:
-        return None
-    return Matrices(made[0], made[1], k.stride(1), v.stride(1))
+        made.append(Matrix(x, tokens, (heads - 1) * x.stride(1) + dim, x.stride(0), dim))
+    return Matrices(*made, k.stride(1), v.stride(1)) if all(m.allowed for m in made) else None
 
 
-def pool_matrices(cache: Cache, block_n: int) -> Matrices | None:
+def pool_matrices(cache: Cache) -> Matrices | None:
     """Of a layer's pages, NHD or HND."""
-    made = []
+    made, columns, layouts = [], [], set()
     for x, (page, row, head) in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
         dim, heads = x.shape[3], x.shape[1] * x.shape[2] // cache.page
         in_row = head < row
@@ -55,21 +85,18 @@ def pool_matrices(cache: Cache, block_n: int) -> Matrices | None:
             return None
         page_rows, head_rows = page // row, 0 if in_row else head // row
         rows = (x.shape[0] - 1) * page_rows + (heads - 1) * head_rows + cache.page
-        width = (heads - 1) * head + dim if in_row else dim
-        if width > row:
-            return None
-        made.append(
-            (_descriptor(x, rows, width, row, dim, block_n), head if in_row else 0, page_rows, head_rows)
-        )
-    (k, k_head, *k_rows), (v, v_head, *v_rows) = made
-    if k is None or v is None or k_rows != v_rows:
+        made.append(Matrix(x, rows, (heads - 1) * head + dim if in_row else dim, row, dim))
+        columns.append(head if in_row else 0)
+        layouts.add((page_rows, head_rows))
+    if len(layouts) > 1 or not all(m.allowed for m in made):
         return None
-    return Matrices(k, v, k_head, v_head, *k_rows)
+    return Matrices(*made, *columns, *layouts.pop())
 
 
-def _descriptor(
-    x: torch.Tensor, rows: int, width: int, stride: int, dim: int, block_n: int
-) -> TensorDescriptor | None:
-    if x.data_ptr() % _ALIGNED or stride * x.element_size() % _ALIGNED or rows >= 1 << 31:
-        return None
-    return TensorDescriptor(x, [rows, width], [stride, 1], [block_n, dim])
+def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Triton's descriptors of boxes `[rows, D]` and `[rows, Dv]`."""
+
+    def make(x: Matrix) -> TensorDescriptor:
+        return TensorDescriptor(x.storage, [x.rows, x.width], [x.stride, 1], [rows, x.dim])
+
+    return kv.described(rows, make)

@@ -1,4 +1,4 @@
-"""Merge of split-KV partials: exact, any number of splits, sinks counted once."""
+"""Merges of split-KV partials: exact, any number of them, sinks counted once."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from anyattn.kernels.triton.common import apply_sink
 
-__all__ = ["merge_kernel"]
+__all__ = ["merge_kernel", "merge_ranges_kernel"]
 
 
 @triton.jit
@@ -55,3 +55,53 @@ def merge_kernel(
     tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=(offs_dv < DV)[None, :])
     if WRITE_LSE:
         tl.store(lse + token * lse_t + head + one, natural)
+
+
+@triton.jit
+def merge_ranges_kernel(
+    ranges, part_out, part_lse, sinks, out, lse, out_t, out_h, lse_t, num_heads,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid `(R * Hq,)`: range r's programs merge the request that begins in it and ends in a later one.
+
+    `part_out [R + B, Hq, DV]` float32, `part_lse [R + B, Hq]` natural log, as `decode_kernel` writes them.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    r = tl.program_id(0) // num_heads
+    head = tl.program_id(0) % num_heads
+    b = tl.load(ranges + r * 16 + 8)
+    pieces = tl.load(ranges + r * 16 + 9)
+    if pieces > 0:
+        offs_s = tl.arange(0, BLOCK_S)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        m = tl.full([1], float("-inf"), tl.float32)
+        den = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_DV], tl.float32)
+        for s in range(0, pieces, BLOCK_S):
+            row = (r + b + s + offs_s).to(tl.int64) * num_heads + head
+            inside = s + offs_s < pieces
+            part = tl.load(part_lse + row, mask=inside, other=float("-inf"))
+            tile = tl.load(
+                part_out + row[:, None] * DV + offs_dv[None, :],
+                mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            new_m = tl.maximum(m, tl.max(part, 0))
+            safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+            weight = tl.exp(part - safe)
+            alpha = tl.exp(m - safe)
+            den = den * alpha + tl.sum(weight, 0)
+            acc = acc * alpha[:, None] + tl.sum(weight[:, None] * tile, 0)[None, :]
+            m = new_m
+        acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+        natural = tl.where(den == 0.0, float("-inf"), m + tl.log(den))
+        if HAS_SINKS:
+            acc, natural = apply_sink(
+                acc, natural, tl.load(sinks + head).to(tl.float32) + tl.zeros([1], tl.float32)
+            )
+        one = tl.arange(0, 1)
+        o_ptr = out + b.to(tl.int64) * out_t + head * out_h + one[:, None] + offs_dv[None, :]
+        tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=(offs_dv < DV)[None, :])
+        if WRITE_LSE:
+            tl.store(lse + b * lse_t + head + one, natural)

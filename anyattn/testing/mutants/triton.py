@@ -8,6 +8,7 @@ __all__ = ["MUTANTS"]
 
 _HOST = "anyattn.kernels.triton.attention"
 _DECODE = "anyattn.kernels.triton.decode:decode_kernel"
+_RANGES = "anyattn.kernels.triton.ranges"
 _EXTEND = "anyattn.kernels.triton.extend"
 _BACKEND = "anyattn.backends.portable.triton:TritonAttention"
 
@@ -15,8 +16,8 @@ MUTANTS = (
     Mutant(
         name="decode window one key too wide",
         where=_DECODE,
-        old="first_seen = length - window - skip",
-        new="first_seen = length - window - skip - 1",
+        old="first_seen = length - window",
+        new="first_seen = length - window - 1",
         names=("window, decode",),
         report="sglang#32087",
     ),
@@ -31,25 +32,25 @@ MUTANTS = (
     Mutant(
         name="sink in every split",
         where=_DECODE,
-        old="    store_out = in_group",
-        new="    if HAS_SINKS and SPLIT:\n"
-        "        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32)\n"
-        "        acc, natural = apply_sink(acc, natural, sink)\n"
-        "    store_out = in_group",
+        old="        whole = (at == 0)",
+        new="        if HAS_SINKS and SPLIT:\n"
+        "            sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32)\n"
+        "            acc, natural = apply_sink(acc, natural, sink)\n"
+        "        whole = (at == 0)",
         names=("sinks",),
     ),
     Mutant(
         name="sink dropped where splits merge",
-        where="anyattn.kernels.triton.merge:merge_kernel",
+        where="anyattn.kernels.triton.merge:merge_ranges_kernel",
         old="if HAS_SINKS:",
-        new="if HAS_SINKS and num_splits < 2:",
+        new="if HAS_SINKS and num_heads < 1:",
         names=("sinks",),
     ),
     Mutant(
         name="first position of a trimmed table ignored by decode",
-        where=_DECODE,
-        old="start = tl.load(kv_start + b)",
-        new="start = tl.load(kv_start + b) * 0",
+        where=f"{_RANGES}:listed",
+        old="start = tl.load(kv_start + b, mask=live, other=0)",
+        new="start = tl.load(kv_start + b, mask=live, other=0) * 0",
         names=("window",),
         report="sglang#9279",
     ),
@@ -91,11 +92,25 @@ MUTANTS = (
     ),
     Mutant(
         name="table entries taken for longer runs than a page",
-        where=f"{_HOST}:_sub_page",
+        where=f"{_HOST}:sub_page",
         old="return min(",
         new="return min(2 * ",
         names=("slots", "page", "decode"),
         report="sglang#32902",
+    ),
+    Mutant(
+        name="a cut request's last piece forgotten",
+        where=f"{_RANGES}:ranges_kernel",
+        old="tl.cdiv(last_end, step) - r, 0)",
+        new="tl.cdiv(last_end, step) - r - 1, 0)",
+        names=("merge", "decode", "edge"),
+    ),
+    Mutant(
+        name="the second request of a range begins where the first did",
+        where=_DECODE,
+        old="at = left * 0",
+        new="at = at",
+        names=("decode", "edge"),
     ),
     Mutant(
         name="keys of the diagonal's tile unmasked",
@@ -135,9 +150,9 @@ MUTANTS = (
     ),
     Mutant(
         name="lengths taken from the host",
-        where=f"{_BACKEND}.plan_private",
-        old="bound = plan.max_kv_len",
-        new="bound = max(plan.host_seq_lens)",
+        where=f"{_BACKEND}._decode_step",
+        old="group.table.window, plan.max_kv_len",
+        new="group.table.window, max(plan.host_seq_lens)",
         names=("host-lengths", "stale-lengths"),
         report="sglang#8340",
     ),

@@ -11,6 +11,10 @@ import torch
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.aot import TARGETS, Entry, Target
 from anyattn.kernels.triton.configs.choose import choose_decode, choose_extend
+from anyattn.kernels.triton.decode_launch import DecodeStep, fill_ranges
+from anyattn.kernels.triton.decode_launch import decode as decode_layer
+from anyattn.kernels.triton.extend_launch import ExtendStep
+from anyattn.kernels.triton.extend_launch import extend as extend_layer
 
 __all__ = [
     "ENTRIES",
@@ -95,12 +99,13 @@ def _variant(shape: Shape) -> kernels.Variant:
 
 
 def decode(shape: Shape, target: Target) -> None:
-    """Decode, and the merge of its splits where the chip's rule splits."""
+    """Ranges, decode, and the merge of what they cut."""
     heads, rows = shape.heads, shape.batch
     cache = _cache(shape, target)
     itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
     tiles = choose_decode(
-        rows * kernels.decode_programs(heads),
+        rows,
+        kernels.decode_programs(heads),
         shape.window or shape.context,
         max(heads.dim, heads.v_dim),
         itemsize,
@@ -108,17 +113,17 @@ def decode(shape: Shape, target: Target) -> None:
         target.units,
         heads=heads.block,
     )
-    kernels.decode(
+    step = DecodeStep.of(
+        _empty(257, 32768), _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows),
+        shape.window, shape.page, heads, tiles,
+    )  # fmt: skip
+    fill_ranges(step)
+    decode_layer(
         _empty(rows, heads.num_q, heads.dim, dtype=shape.dtype),
         cache,
-        _empty(257, 32768),
-        _empty(rows, dtype=torch.int64),
-        _empty(rows),
-        _empty(rows),
+        step,
         heads,
         _variant(shape),
-        tiles,
-        kernels.partials(rows, heads, tiles, torch.device("meta")),
         _empty(rows, heads.num_q, heads.v_dim, dtype=shape.dtype),
         _empty(rows, heads.num_q, dtype=torch.float32) if shape.lse else None,
     )
@@ -130,7 +135,7 @@ def extend(shape: Shape, target: Target) -> None:
     cache = _cache(shape, target)
     itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
     tiles = choose_extend(shape.new * heads.group, max(heads.dim, heads.v_dim), itemsize, _arch(target))
-    step = kernels.ExtendStep(
+    step = ExtendStep(
         source=_empty(257, 32768),
         req_rows=_empty(rows, dtype=torch.int64),
         query_offsets=_empty(rows + 1),
@@ -141,7 +146,7 @@ def extend(shape: Shape, target: Target) -> None:
         mask_cells=_empty(tokens * shape.context, dtype=torch.bool) if shape.mask else None,
         mask_indptr=_empty(rows + 1, dtype=torch.int64) if shape.mask else None,
     )
-    kernels.extend(
+    extend_layer(
         _empty(tokens, heads.num_q, heads.dim, dtype=shape.dtype),
         _empty(tokens, heads.num_kv, heads.dim, dtype=shape.dtype) if shape.direct else None,
         _empty(tokens, heads.num_kv, heads.v_dim, dtype=shape.dtype) if shape.direct else None,
@@ -163,7 +168,13 @@ def write(shape: Shape, target: Target) -> None:
     kernels.kv_write(k, v, _cache(shape, target), _empty(tokens, dtype=torch.int64))
 
 
-_BUILD = {"decode_kernel": decode, "merge_kernel": decode, "extend_kernel": extend, "kv_write_kernel": write}
+_BUILD = {
+    "ranges_kernel": decode,
+    "decode_kernel": decode,
+    "merge_ranges_kernel": decode,
+    "extend_kernel": extend,
+    "kv_write_kernel": write,
+}
 
 
 def attention_entry(
@@ -196,6 +207,15 @@ RDNA_WIDE_FLOAT32 = dict.fromkeys(
     "thread. The catalog calls it degraded",
 )
 
+RDNA3_WIDE_GROUP = {
+    "gfx1100": "64 rows of 128 are 128 registers with half the threads of a wave holding the same: what "
+    "walks from request to request finds no room"
+}
+BETWEEN_REQUESTS = dict.fromkeys(
+    ("sm_80", "sm_120"), "two registers of what walks from request to request, for a third block per SM"
+)
+
+_WIDE_GROUP = Shape(q_heads=64, kv_heads=1)
 _WINDOW_SINKS = Shape(q_heads=64, dim=64, window=128, sinks=True)
 _CAP_256 = Shape(q_heads=16, dim=256, cap=50.0)
 _PLAIN_256 = replace(_CAP_256, cap=None)
@@ -213,7 +233,7 @@ ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128-one-request", shape=Shape(batch=1)),
     _decode("decode/d128-small-pool-hnd-float16", shape=_SMALL_HND),
     _decode("decode/d128-slot-map", shape=Shape(mapped=True), targets=_MAPPED_ON),
-    _decode("decode/d128-64-query-heads-per-kv-head", shape=Shape(q_heads=64, kv_heads=1)),
+    _decode("decode/d128-64-query-heads-per-kv-head", shape=_WIDE_GROUP, spills=RDNA3_WIDE_GROUP),
     _decode("decode/d64-window-sinks", shape=_WINDOW_SINKS),
     _decode("decode/d64-one-request", shape=Shape(dim=64, batch=1)),
     _decode("decode/d80-page-1", shape=Shape(kv_heads=32, dim=80, page=1)),
@@ -222,9 +242,11 @@ ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d256-one-request", shape=replace(_PLAIN_256, batch=1), spills=RDNA3_WIDE_HEADS),
     _decode("decode/d128-fp8", shape=Shape(fp8=True)),
     _decode("decode/d256-fp8", shape=replace(_PLAIN_256, fp8=True)),
-    _decode("decode/d128-float32", shape=_FLOAT32),
+    _decode("decode/d128-float32", shape=_FLOAT32, spills=BETWEEN_REQUESTS),
     _decode("decode/d256-float32", shape=_FLOAT32_256, spills=RDNA_WIDE_FLOAT32),
-    attention_entry("merge/d128", "merge_kernel", Shape(batch=1)),
+    attention_entry("ranges/64-requests", "ranges_kernel", Shape()),
+    attention_entry("ranges/one-request-window", "ranges_kernel", Shape(batch=1, window=1024)),
+    attention_entry("merge/d128", "merge_ranges_kernel", Shape(batch=1)),
     _extend("extend/d128", shape=Shape(new=512)),
     _extend("extend/d128-paged", shape=Shape(new=512, direct=False)),
     _extend("extend/d128-paged-small-pool-hnd-float16", shape=replace(_SMALL_HND, new=512, direct=False)),

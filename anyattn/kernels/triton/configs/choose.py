@@ -28,29 +28,40 @@ __all__ = [
 ]
 
 WIDE_HEADS = 32
+MIN_TILES = 2
+"""A range of fewer tiles costs more to start and to merge than it saves."""
+GOOD_FILL = 0.9
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Decode:
-    """Split-KV decode: BLOCK_N keys a tile, `num_splits` parts of each request."""
+    """Decode: tiles of BLOCK_N keys in `num_ranges` ranges of at least `min_tiles`.
+
+    `split`: a request may be cut; if not, a range is a request. `overlap`: see `DecodeRow`.
+    """
 
     block_n: int
     num_warps: int
     num_stages: int
-    num_splits: int
+    num_ranges: int
+    min_tiles: int = 1
+    split: bool = True
+    overlap: int = 0
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Extend:
-    """Extend: BLOCK_M query rows by BLOCK_N keys."""
+    """Extend: BLOCK_M query rows by BLOCK_N keys. `tma`, `hopper`: as in `ExtendRow`."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    tma: Extend | None = None
+    hopper: Extend | None = None
 
 
 def power_of_two(n: int) -> int:
@@ -108,30 +119,53 @@ def extend_row(arch: str, dim: int, itemsize: int, rows: int, version: str = tri
 
 @functools.lru_cache(1024)
 def choose_decode(
-    programs: int, max_kv_len: int, dim: int, itemsize: int, arch: str, units: int, heads: int = 16
+    batch: int,
+    programs: int,
+    max_kv_len: int,
+    dim: int,
+    itemsize: int,
+    arch: str,
+    units: int,
+    heads: int = 16,
 ) -> Decode:
-    """Tiles and splits of a decode step.
+    """Tiles and ranges of a decode step.
 
     Args:
-        programs: B x Hkv x head blocks, the grid without splits.
+        batch: requests. programs: of a range, KV heads x head blocks.
         max_kv_len: bound of KV lengths. dim: the larger head size. itemsize: bytes of the wider of q and KV.
         units: SMs or CUs. heads: query heads in one program.
 
-    As long as one program per unit covers the grid, wide tiles; beyond, narrow ones with two programs a
-    unit, and for more than 32 heads, whose scores would spill. A split has at least two tiles.
+    As long as one program per unit holds every request whole, wide tiles; beyond, narrow ones with several
+    programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps.
     """
     row = decode_row(arch, dim, itemsize)
-    wide = programs <= units and heads <= WIDE_HEADS
+    wide = batch * programs <= units and heads <= WIDE_HEADS
     tile: Tile = row.wide if wide else row.narrow
-    slots = units if wide else row.programs_per_unit * units
-    tiles = -(-max_kv_len // tile.block_n)
-    splits = min(max(1, slots // programs), max(1, -(-tiles // 2)))
-    return Decode(tile.block_n, tile.num_warps, tile.num_stages, splits)
+    tiles = max(1, -(-max_kv_len // tile.block_n))
+    split = tiles > MIN_TILES
+    ranges = batch
+    if split:
+        slots = units if wide else row.programs_per_unit * units
+        ranges = min(_fitting_ranges(programs, slots), batch * -(-tiles // MIN_TILES))
+    warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
+    return Decode(tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split else 0)
+
+
+def _fitting_ranges(programs: int, slots: int) -> int:
+    """Ranges of `programs` each that fill the slots once, or where few fit, up to four times."""
+    fits = [max(1, waves * slots // programs) for waves in range(1, 5)]
+    fill = [n * programs / (-(-n * programs // slots) * slots) for n in fits]
+    good = [n for n, full in zip(fits, fill, strict=True) if full >= GOOD_FILL]
+    return good[0] if good else fits[fill.index(max(fill))]
 
 
 @functools.lru_cache(1024)
 def choose_extend(max_rows: int, dim: int, itemsize: int, arch: str) -> Extend:
     """Tiles of an extend step; `max_rows`: query rows (tokens x packed heads) of the longest request."""
     row = extend_row(arch, dim, itemsize, power_of_two(min(max_rows, 1 << 20)))
-    tile = row.tile
-    return Extend(row.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.maxnreg)
+    tma, hopper = (None if other is None else _extend(*other) for other in (row.tma, row.hopper))
+    return _extend(row.block_m, row.tile, tma, hopper)
+
+
+def _extend(block_m: int, tile: Tile, tma: Extend | None = None, hopper: Extend | None = None) -> Extend:
+    return Extend(block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.maxnreg, tma, hopper)

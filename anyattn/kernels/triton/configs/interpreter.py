@@ -27,6 +27,7 @@ EXTEND = (
         max_rows=16,
         block_m=16,
         tile=Tile(32, 4, 1),
+        tma=(16, Tile(16, 4, 1)),
         evidence="as above",
     ),
     ExtendRow(
@@ -35,6 +36,7 @@ EXTEND = (
         max_itemsize=4,
         block_m=32,
         tile=Tile(16, 4, 1),
+        tma=(32, Tile(16, 4, 1)),
         evidence="as above",
     ),
 )

@@ -24,6 +24,7 @@ class DecodeRow:
     """Decode tiles of some architectures for heads up to `max_dim` and elements up to `max_itemsize` bytes.
 
     `wide` is used while one program per unit covers the grid, else `narrow`, with `programs_per_unit`.
+    `overlap`: kernels that start before the one in front has ended: 0 none, 1 the merge, 2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
 
@@ -33,18 +34,25 @@ class DecodeRow:
     narrow: Tile
     max_itemsize: int = 2
     programs_per_unit: int = 2
+    overlap: int = 0
     triton: tuple[str, ...] = ()
     evidence: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtendRow:
-    """Extend tiles for requests of at most `max_rows` query rows (tokens x packed heads)."""
+    """Extend tiles for requests of at most `max_rows` query rows (tokens x packed heads).
+
+    `tma`: rows and tile where all keys can be read through tensor descriptors; None = never. `hopper`: the
+    same of the kernel scheduled by hand (128 rows, 4 warps and more of its own).
+    """
 
     architectures: tuple[str, ...]
     max_dim: int
     block_m: int
     tile: Tile
+    tma: tuple[int, Tile] | None = None
+    hopper: tuple[int, Tile] | None = None
     max_rows: int = _ANY
     max_itemsize: int = 2
     triton: tuple[str, ...] = ()

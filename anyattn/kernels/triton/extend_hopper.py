@@ -1,0 +1,371 @@
+"""Causal extend for Hopper, scheduled by hand (Gluon): one warp fetches, two warpgroups compute.
+
+A program stays on its SM and works through blocks of 128 query rows. The fetching warp copies K and V by
+tensor descriptors, in boxes of as many rows as lie in consecutive slots; each computing warpgroup has 64
+rows and keeps two products in flight, so that the softmax of one tile runs beside the values of the last.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anyattn.kernels.triton.descriptors import Matrices, Matrix
+
+__all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel"]
+
+OUTSIDE = 1 << 30
+"""A row past the end of any matrix: copies of it are zeros."""
+
+# Named `barrier` from Triton 3.7 on.
+_threads_meet = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+@gluon.jit
+def _item(round_, num_items):
+    """Item of this program in a round: rounds run to and fro, as items get shorter."""
+    programs = gl.num_programs(0)
+    pid = gl.program_id(0)
+    return round_ * programs + gl.where(round_ % 2 == 0, pid, programs - 1 - pid)
+
+
+@gluon.jit
+def _block(item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads,
+           TOKENS: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
+    """`(request, head block, first row, first token, tokens, prefix, last key + 1, tiles)` of an item."""
+    head_id = item % num_heads
+    block = num_blocks - 1 - item // num_heads
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = gl.load(query_offsets + middle) // TOKENS + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    b = low - 1
+    offset = gl.load(query_offsets + b)
+    extend = gl.load(query_offsets + b + 1) - offset
+    t0 = (block - (offset // TOKENS + b)) * TOKENS
+    prefix = gl.load(prefix_lens + b)
+    end = prefix + gl.minimum(t0 + TOKENS, extend)
+    tiles = gl.where(t0 < extend, (end + BLOCK_N - 1) // BLOCK_N, 0)
+    return b, head_id, offset, t0, extend, prefix, end, tiles
+
+
+@gluon.jit
+def _fetch_tile(desc, boxes, full, empty, stage, phase, table, slot_map, n, end, offset, column, page_rows,
+                head_row, none, PAGED: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+                BOX: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+    """Copies of one tile of K or V, once its stage is free."""
+    COUNT: gl.constexpr = BLOCK_N // BOX
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), BLOCK_N * HALVES * 128)
+    for j in gl.static_range(COUNT):
+        row = offset + n
+        if PAGED:
+            at = n + j * BOX
+            slot = gl.load(table + at, mask=at < end, other=0)
+            if slot_map is not None:
+                slot = gl.load(slot_map + slot)
+            row = (slot // PAGE) * page_rows + slot % PAGE + head_row
+            row = gl.where(at < end, row, none)  # outside: zeros
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                desc,
+                [row, column + half * 64],
+                full.index(stage),
+                boxes.index((stage * HALVES + half) * COUNT + j),
+            )
+
+
+@gluon.jit
+def _fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
+           head_rows, none, num_requests, num_blocks, num_heads, num_items,
+           k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+           GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr,
+           BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    TOKENS: gl.constexpr = 128 // PACK
+    step = 0
+    for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = _item(round_, num_items)
+        if item < num_items:
+            b, head_id, offset, t0, extend, prefix, end, tiles = _block(
+                item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
+            )
+            kv_head = (head_id * PACK) // GROUP
+            table = source + gl.load(req_rows + b) * source_row
+            for i in range(tiles):
+                n = (tiles - 1 - i) * BLOCK_N
+                stage = step % STAGES
+                phase = (step // STAGES) % 2
+                _fetch_tile(k, k_boxes, k_full, k_empty, stage, phase, table, slot_map, n, end, offset,
+                            kv_head * k_h, page_rows, kv_head * head_rows, none,
+                            PAGED, PAGE, BLOCK_N, BOX, HALVES)  # fmt: skip
+                _fetch_tile(v, v_boxes, v_full, v_empty, stage, phase, table, slot_map, n, end, offset,
+                            kv_head * v_h, page_rows, kv_head * head_rows, none,
+                            PAGED, PAGE, BLOCK_N, BOX, HALVES)  # fmt: skip
+                step += 1
+
+
+@gluon.jit
+def _softmax(s, m, den, base2):
+    """One online-softmax step in base 2: `(p, m, den, factor of what was before)`."""
+    new_m = gl.maximum(m, gl.max(s, 1) * base2)
+    p = gl.exp2(s * base2 - gl.expand_dims(new_m, 1))
+    alpha = gl.exp2(m - new_m)
+    return p, new_m, den * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _computed(x):
+    """x, never negative, before anything that waits: the assembler would move its computation behind the
+    wait that follows, and so out of the product's shadow, if no instruction with an effect stood between.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 1; mov.b32 $0, $1; }",
+        "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _logits(s, n, last, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
+            HAS_CAP: gl.constexpr):  # fmt: skip
+    if HAS_CAP:
+        doubled = gl.exp2(s * (scale / cap * 2.8853900817779268))
+        s = (cap * 1.4426950408889634) * (1.0 - 2.0 / (doubled + 1.0))
+    if MASKED:
+        column = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+        seen = gl.expand_dims(column, 0) <= gl.expand_dims(last, 1)
+        s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+           p, m, den, acc, last, scale, cap, base2, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
+    """Tiles `first` to `until` (0 is the request's last): the softmax of a tile runs beside the values of the
+    one before, whose weights are `p`. They are carried in float32: halves would be taken apart to carry them.
+    """
+    none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    for i in range(first, until):
+        now = step + i
+        stage = now % STAGES
+        before = (now - 1) % STAGES
+        weights = gl.convert_layout(p.to(k_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        mbarrier.wait(k_full.index(stage), (now // STAGES) % 2)
+        scores = warpgroup_mma(
+            q_smem, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(before), ((now - 1) // STAGES) % 2)
+        values = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[scores])
+        _threads_meet()
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        s = _logits(s, (tiles - 1 - i) * BLOCK_N, last, scale, cap, S_LAYOUT, BLOCK_N, MASKED, HAS_CAP)
+        p, m, den, alpha = _softmax(s, m, den, base2)
+        den = _computed(den)
+        acc = warpgroup_mma_wait(0, deps=[values])
+        _threads_meet()
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    return p, m, den, acc
+
+
+@gluon.jit
+def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h, lse_t,
+             k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+             PART: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
+             HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr):  # fmt: skip
+    TOKENS: gl.constexpr = 128 // PACK
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ZERO_ROWS: gl.constexpr = 32
+    step = 0
+    for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = _item(round_, num_items)
+        if item < num_items:
+            b, head_id, offset, t0, extend, prefix, end, tiles = _block(
+                item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
+            )
+            if tiles > 0:
+                kv_head = (head_id * PACK) // GROUP
+                rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
+                token = t0 + rows // PACK
+                valid = gl.expand_dims(token < extend, 1)
+                heads = head_id * PACK + rows % PACK
+                offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
+                row = gl.expand_dims((offset + token).to(gl.int64), 1)
+                query = gl.load(
+                    q + row * q_t + gl.expand_dims(heads, 1) * q_h + offs_d, mask=valid, other=0.0
+                )
+                q_smem.store(query)
+                fence_async_shared()
+                _threads_meet()
+
+                logit_scale = scale
+                value_scale = 1.0
+                if PAGED:
+                    logit_scale = scale * gl.load(k_scale + kv_head * k_scale_h)
+                    value_scale = gl.load(v_scale + kv_head * v_scale_h)
+                base2 = logit_scale * 1.4426950408889634
+                if HAS_CAP:
+                    base2 = 1.0
+                s_rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+                last = gl.minimum(prefix + t0 + s_rows // PACK, end - 1)
+                m = gl.full([64], -1.0e38, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+                den = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+                acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+
+                stage = step % STAGES
+                phase = (step // STAGES) % 2
+                n = (tiles - 1) * BLOCK_N
+                mbarrier.wait(k_full.index(stage), phase)
+                none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+                scores = warpgroup_mma(
+                    q_smem, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+                )
+                s = warpgroup_mma_wait(0, deps=[scores])
+                _threads_meet()
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                s = _logits(s, n, last, logit_scale, cap, S_LAYOUT, BLOCK_N, True, HAS_CAP)
+                p, m, den, alpha = _softmax(s, m, den, base2)
+                if prefix + extend < n + BLOCK_N:
+                    # Rows past the request's end are another's, or NaN, and 0 * NaN is NaN. Both warpgroups
+                    # write the same.
+                    mbarrier.wait(v_full.index(stage), phase)
+                    for part in gl.static_range(BLOCK_N // ZERO_ROWS):
+                        piece = v_smem.index(stage).slice(part * ZERO_ROWS, ZERO_ROWS)
+                        at = (
+                            n + part * ZERO_ROWS + gl.arange(0, ZERO_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
+                        )
+                        value = piece.load(Q_LAYOUT)
+                        piece.store(gl.where(gl.expand_dims(at < prefix + extend, 1), value, 0.0))
+                    fence_async_shared()
+                    _threads_meet()
+
+                whole = tiles - (prefix + t0 + 1) // BLOCK_N  # tiles from here on are seen by every row
+                whole = gl.minimum(gl.maximum(whole, 1), tiles)
+                p, m, den, acc = _steps(
+                    1, whole, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    p, m, den, acc, last, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
+                    True, HAS_CAP,
+                )  # fmt: skip
+                p, m, den, acc = _steps(
+                    whole, tiles, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    p, m, den, acc, last, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
+                    False, HAS_CAP,
+                )  # fmt: skip
+                step += tiles
+                stage = (step - 1) % STAGES
+                weights = gl.convert_layout(p.to(k_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) % 2)
+                values = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[values])
+                _threads_meet()
+                mbarrier.arrive(v_empty.index(stage), count=1)
+
+                factor = value_scale / gl.where(den == 0.0, 1.0, den)
+                natural = gl.where(den == 0.0, float("-inf"), (m + gl.log2(den)) * 0.6931471805599453)
+                if HAS_SINKS or WRITE_LSE:
+                    s_token = t0 + s_rows // PACK
+                    s_heads = head_id * PACK + s_rows % PACK
+                    s_valid = s_token < extend
+                    if HAS_SINKS:
+                        sink = gl.load(sinks + s_heads, mask=s_valid, other=0.0).to(gl.float32)
+                        top = gl.maximum(natural, sink)
+                        total = top + gl.log(gl.exp(natural - top) + gl.exp(sink - top))
+                        factor = factor * gl.exp(natural - total)
+                        natural = total
+                    if WRITE_LSE:
+                        gl.store(
+                            lse + (offset + s_token).to(gl.int64) * lse_t + s_heads, natural, mask=s_valid
+                        )
+                acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
+                q_smem.store(acc.to(q.dtype.element_ty))
+                result = q_smem.load(Q_LAYOUT)
+                gl.store(out + row * out_t + gl.expand_dims(heads, 1) * out_h + offs_d, result, mask=valid)
+
+
+@gluon.jit
+def extend_hopper_kernel(
+    q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, k_scale, v_scale, sinks, out, lse,
+    q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
+    scale, cap, num_requests, num_blocks, num_heads, num_items,
+    PAGE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    """As `extend_tma_kernel`, with D = Dv, no window, and a grid of any size: one program an SM.
+
+    `k`, `v`: descriptors of boxes `[BOX, 64]`; PAGED: BOX consecutive tokens lie in consecutive slots.
+    `none`: a row past the end of both matrices.
+    """
+    HALVES: gl.constexpr = D // 64
+    BOXES: gl.constexpr = STAGES * HALVES * (BLOCK_N // BOX)
+    dtype: gl.constexpr = k.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], LAYOUT)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
+    k_boxes = k_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
+    v_boxes = v_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    _threads_meet()
+    gl.warp_specialize(
+        [
+            (_compute, (
+                q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h,
+                lse_t, k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                0, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
+            )),
+            (_compute, (
+                q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h,
+                lse_t, k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                1, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
+            )),
+            (_fetch, (
+                k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
+                head_rows, none, num_requests, num_blocks, num_heads, num_items,
+                k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+                GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Gluon's descriptors of boxes `[rows, 64]`: half a head of 128."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+    def make(x: Matrix) -> TensorDescriptor:
+        return TensorDescriptor(x.storage, [x.rows, x.width], [x.stride, 1], [rows, 64], layout)
+
+    return kv.described(("gluon", rows), make)

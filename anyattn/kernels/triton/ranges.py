@@ -1,0 +1,127 @@
+"""How a decode step is dealt out: the KV of all requests as one line of tiles, cut into equal ranges.
+
+Made on the device from the lengths of the step, once for all layers, so that a captured graph serves any
+lengths: its grid is a number of ranges that depends on the chip alone.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["FIELDS", "listed", "ranges_kernel"]
+
+FIELDS = 16
+"""int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
+first column and length; from 8 on the request that begins here and ends in a later range, and its ranges.
+"""
+
+_FAR = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def listed(kv_start, kv_lens, b, live, window, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """First column and number of keys of requests `b`: a window skips to the run with its first key."""
+    start = tl.load(kv_start + b, mask=live, other=0)
+    length = tl.load(kv_lens + b, mask=live, other=0)
+    if HAS_WINDOW:
+        skip = tl.maximum(length - window, 0) // SUB * SUB
+        start += skip
+        length -= skip
+    return start, length
+
+
+@triton.jit
+def _tiles(
+    kv_start, kv_lens, b, batch, window, BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Tiles of requests `b`: one where there is no key, whose output is still to be written."""
+    _, length = listed(kv_start, kv_lens, b, b < batch, window, SUB, HAS_WINDOW)
+    return tl.where(b < batch, tl.maximum(tl.cdiv(length, BLOCK_N), 1), 0)
+
+
+@triton.jit
+def _whole(tiles, fewest, longest, num_ranges):
+    """The shortest range such that requests cut into ranges of their own are at most `num_ranges`."""
+    low = fewest
+    high = tl.maximum(longest, fewest)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle), 0) <= num_ranges
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return low
+
+
+@triton.jit(do_not_specialize=("batch", "num_ranges", "window"))
+def ranges_kernel(
+    req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
+
+    OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
+    Not SPLIT: range r is request r.
+    """
+    r = tl.program_id(0)
+    i = tl.arange(0, BLOCK_B)
+    total = tl.zeros([], tl.int32)
+    longest = tl.zeros([], tl.int32)
+    if SPLIT:
+        for first in range(0, batch, BLOCK_B):
+            tiles = _tiles(kv_start, kv_lens, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+            total += tl.sum(tiles, 0)
+            longest = tl.maximum(longest, tl.max(tiles, 0))
+    step = tl.maximum(tl.cdiv(total, num_ranges), MIN_TILES)
+    round_to = tl.full([], 1, tl.int32)
+    if OWN:
+        tiles = _tiles(kv_start, kv_lens, i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+        own = _whole(tiles, step, longest, num_ranges)
+        if own * 16 <= step * 17 + 16:  # a request more in a range costs about a tile
+            step = own
+            round_to = own
+
+    begin = r * step
+    end = begin + step
+    before = tl.zeros([], tl.int32)
+    first_b = tl.zeros([], tl.int32)
+    last_b = tl.zeros([], tl.int32)
+    first_at = tl.zeros([], tl.int32)
+    last_at = tl.zeros([], tl.int32)
+    last_end = tl.full([], _FAR, tl.int32)
+    for first in range(0, batch, BLOCK_B):
+        tiles = _tiles(kv_start, kv_lens, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+        tiles = tl.cdiv(tiles, round_to) * round_to
+        ends = before + tl.cumsum(tiles, 0)
+        before += tl.sum(tiles, 0)
+        real = first + i < batch
+        first_b += tl.sum((real & (ends <= begin)).to(tl.int32), 0)
+        last_b += tl.sum((real & (ends < end)).to(tl.int32), 0)
+        first_at = tl.maximum(first_at, tl.max(tl.where(real & (ends <= begin), ends, 0), 0))
+        last_at = tl.maximum(last_at, tl.max(tl.where(real & (ends < end), ends, 0), 0))
+        last_end = tl.minimum(last_end, tl.min(tl.where(real & (ends >= end), ends, _FAR), 0))
+    if not SPLIT:
+        first_b = r
+        last_b = r
+    used = first_b < batch
+    start, length = listed(kv_start, kv_lens, first_b, used, window, SUB, HAS_WINDOW)
+    at = begin - first_at
+    count = tl.minimum(end, before) - begin
+    if round_to > 1:  # the last range of a request may be rounded up
+        count = tl.minimum(count, tl.maximum(tl.cdiv(length, BLOCK_N), 1) - at)
+    if not SPLIT:
+        at = 0
+        count = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+    record = ranges + r * 16
+    tl.store(record, first_b)
+    tl.store(record + 1, at)
+    tl.store(record + 2, count)
+    tl.store(record + 3, tl.where(used, tl.minimum(last_b, batch - 1) - first_b + 1, 0))
+    tl.store(record + 4, tl.load(req_rows + first_b, mask=used, other=0).to(tl.int32))
+    tl.store(record + 5, start)
+    tl.store(record + 6, length)
+    crosses = (last_at >= begin) & (last_end > end) & (last_end < _FAR)
+    tl.store(record + 8, last_b)
+    tl.store(record + 9, tl.where(crosses, tl.cdiv(last_end, step) - r, 0))
