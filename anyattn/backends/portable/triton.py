@@ -9,16 +9,19 @@ import torch
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
-from anyattn.core.groups import PlanGroup
+from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
+from anyattn.core.strategy import Strategy, choose_strategy
 from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits
 from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
-from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
+from anyattn.kernels.triton.configs import Extend, choose_decode, choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_of_two
+from anyattn.kernels.triton.decode_launch import DecodeStep, decode, fill_ranges, pieces
+from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["TritonAttention"]
@@ -28,12 +31,12 @@ _ANY_ROWS = 1 << 20
 
 @dataclass(eq=False)
 class _Step:
-    """`Plan.private`: tiles per plan group, and one split-KV workspace for all of its layers."""
+    """`Plan.private`: per plan group, what all of its layers share."""
 
-    decode: dict[PlanGroup, tuple[Decode, tuple[torch.Tensor, torch.Tensor] | None]] = field(
-        default_factory=dict
-    )
+    decode: dict[PlanGroup, DecodeStep] = field(default_factory=dict)
     extend: dict[PlanGroup, Extend] = field(default_factory=dict)
+    fresh: bool = False
+    """No request has cached tokens: k and v, which lie together, are all keys."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,25 +89,48 @@ class TritonAttention(AttentionBackend):
         )
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
-        """Tiles, splits and workspace: functions of shapes and bounds, never of device values."""
-        step = _Step()
+        """Tiles, ranges and workspace: functions of shapes and bounds, never of device values."""
+        step = _Step(fresh=self._all_new(plan, in_capture))
         itemsize = max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
         for group, heads in self._heads.items():
             dim = max(heads.dim, heads.v_dim)
             if self._invariant:
                 step.extend[group] = choose_extend(_ANY_ROWS, dim, itemsize, self._arch)
                 continue
-            if plan.max_q_len == 1 and group.table.kind is not AttentionKind.ENCODER_ONLY:
-                bound = plan.max_kv_len if group.table.window is None else group.table.window
-                programs = max(1, plan.key.num_requests) * kernels.decode_programs(heads)
-                tiles = choose_decode(
-                    programs, bound, dim, itemsize, self._arch, self._units, heads=heads.block
-                )
-                work = kernels.partials(plan.key.num_requests, heads, tiles, self.pool.device)
-                step.decode[group] = (tiles, work)
+            if plan.key.mode is ForwardMode.DECODE and group.table.kind is not AttentionKind.ENCODER_ONLY:
+                step.decode[group] = self._decode_step(plan, group, heads, itemsize)
             rows = max(1, plan.max_q_len) * heads.group
             step.extend[group] = choose_extend(power_of_two(rows), dim, itemsize, self._arch)
         plan.private = step
+
+    def _decode_step(self, plan: Plan, group: PlanGroup, heads: kernels.Heads, itemsize: int) -> DecodeStep:
+        table, run = plan.tables[group.table], self.config.form.kernel_page
+        source, window, bound = self.table.req_to_token, group.table.window, plan.max_kv_len
+        if group.table.space is Space.ENCODER:
+            assert self.table.encoder_to_token is not None
+            source, window = self.table.encoder_to_token, None
+            bound = source.shape[1]
+        elif window is not None:
+            bound = min(bound, window + run)  # a trimmed table begins at a page
+        tiles = choose_decode(
+            max(1, plan.key.num_requests), kernels.decode_programs(heads), bound, max(heads.dim, heads.v_dim),
+            itemsize, self._arch, self._units, heads=heads.block,
+        )  # fmt: skip
+        return DecodeStep.of(
+            source, plan.req_pool_indices, table.kv_start, table.kv_lens, window, run, heads, tiles
+        )
+
+    def init_forward_metadata_in_graph(self, plan: Plan) -> None:  # anyattn: in-graph
+        """Tables, then how decode deals them out."""
+        super().init_forward_metadata_in_graph(plan)
+        if isinstance(plan.private, _Step):
+            for step in plan.private.decode.values():
+                fill_ranges(step)
+
+    def _all_new(self, plan: Plan, in_capture: bool) -> bool:
+        if self._invariant or in_capture or plan.key.mode is not ForwardMode.EXTEND:
+            return False
+        return choose_strategy(plan.batch, (Strategy.PAGED, Strategy.RAGGED)) is Strategy.RAGGED
 
     def replan(self, plan: Plan) -> None:
         """Nothing: tiles and splits are a graph's own, and lengths are read on the device."""
@@ -119,26 +145,23 @@ class TritonAttention(AttentionBackend):
         if self._invariant or not call.stored or call.table is None:
             self.forward_extend(call)
             return
-        group, own, table = call.group, self._layer(call.layer), call.table
-        tiles, workspace = call.plan.private.decode[group]
-        if workspace is not None and own.heads.num_q != self._heads[group].num_q:
-            workspace = kernels.partials(call.q.shape[0], own.heads, tiles, call.q.device)
-        kernels.decode(
-            call.q, own.cache, self._source(call), call.plan.req_pool_indices, table.kv_start, table.kv_lens,
-            own.heads, own.causal, tiles, workspace, call.out, call.lse,
-        )  # fmt: skip
+        own, step, work = self._layer(call.layer), call.plan.private.decode[call.group], None
+        if own.heads.num_q != self._heads[call.group].num_q:
+            work = pieces(call.q.shape[0], own.heads, step.tiles, call.q.device)
+        decode(call.q, own.cache, step, own.heads, own.causal, call.out, call.lse, work)
 
     def forward_extend(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Cached keys through the table, this step's own from k and v where they were given."""
         plan, table, own = call.plan, call.table, self._layer(call.layer)
         cross = call.layer.spec.kind is AttentionKind.CROSS
+        fresh = plan.private.fresh and not cross and call.k is not None
         # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
-        in_pool = call.stored and (self._invariant or self._exact_kv(own.cache))
+        in_pool = call.stored and not fresh and (self._invariant or self._exact_kv(own.cache))
         direct = call.k is not None and not in_pool
         pool_lens = None
-        if table is not None and not (cross and direct):
+        if table is not None and not (direct and (cross or fresh)):
             pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
-        step = kernels.ExtendStep(
+        step = ExtendStep(
             source=None if table is None else self._source(call),
             req_rows=plan.req_pool_indices,
             query_offsets=plan.query_offsets,
@@ -151,7 +174,7 @@ class TritonAttention(AttentionBackend):
             key_offsets=_offsets(plan.encoder_lens) if cross and direct else None,
         )
         k, v = (call.k, call.v) if direct else (None, None)
-        kernels.extend(
+        extend(
             call.q, k, v, own.cache, step, own.heads,
             own.causal if call.kind is AttentionKind.CAUSAL else own.other,
             plan.private.extend[call.group], call.out, call.lse, anchor=self._invariant,

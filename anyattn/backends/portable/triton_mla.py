@@ -23,6 +23,7 @@ from anyattn.kernels.triton import mla
 from anyattn.kernels.triton.configs import choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
 from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
+from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 from anyattn.kernels.triton.mla_hopper_launch import mla_forms
 
@@ -149,7 +150,7 @@ class TritonMLA(AttentionBackend):
         """The dense extend over keys that are arguments, with offsets of their own."""
         spec, plan = materialised_spec(call.layer.spec), call.plan
         heads = kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
-        step = kernels.ExtendStep(
+        step = ExtendStep(
             source=None,
             req_rows=plan.req_pool_indices,
             query_offsets=plan.query_offsets,
@@ -162,7 +163,7 @@ class TritonMLA(AttentionBackend):
         unread = kernels.Cache.of(k[None], v[None], "NHD", scale, scale, scaled=False)
         tiles = choose_extend(plan.max_q_len, spec.head_dim, k.dtype.itemsize, self._arch)
         variant = kernels.Variant(spec.scale, spec.logit_cap, causal=causal)
-        kernels.extend(call.q, k, v, unread, step, heads, variant, tiles, out, lse)
+        extend(call.q, k, v, unread, step, heads, variant, tiles, out, lse)
 
     def _cache(self, layer_id: int) -> mla.LatentCache:
         cache = self._caches.get(layer_id)
