@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from anyattn.core.hashing import hashed_once
-from anyattn.kernels.triton.configs import Extend
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.kv_write import kv_write_kernel
 from anyattn.kernels.triton.launch import interpreting, launch

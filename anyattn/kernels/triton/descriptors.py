@@ -19,7 +19,7 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """`rows` of `width` elements, `stride` elements apart, from the beginning of `storage`; heads of `dim`."""
+    """`rows` of `width` elements, `stride` apart, from the beginning of `storage`; heads have `dim`."""
 
     storage: torch.Tensor
     rows: int
@@ -66,31 +66,38 @@ class Matrices:
 
 def new_matrices(k: torch.Tensor, v: torch.Tensor) -> Matrices | None:
     """Of this step's `k [T, Hkv, D]` and `v [T, Hkv, Dv]`, whose heads lie in a row."""
-    made = []
-    for x in (k, v):
-        tokens, heads, dim = x.shape
-        if x.stride(2) != 1:
-            return None
-        made.append(Matrix(x, tokens, (heads - 1) * x.stride(1) + dim, x.stride(0), dim))
-    return Matrices(*made, k.stride(1), v.stride(1)) if all(m.allowed for m in made) else None
+    first, second = _new_matrix(k), _new_matrix(v)
+    if not (first.allowed and second.allowed and k.stride(2) == v.stride(2) == 1):
+        return None
+    return Matrices(first, second, k.stride(1), v.stride(1))
+
+
+def _new_matrix(x: torch.Tensor) -> Matrix:
+    tokens, heads, dim = x.shape
+    return Matrix(x, tokens, (heads - 1) * x.stride(1) + dim, x.stride(0), dim)
 
 
 def pool_matrices(cache: Cache) -> Matrices | None:
     """Of a layer's pages, NHD or HND."""
-    made, columns, layouts = [], [], set()
-    for x, (page, row, head) in ((cache.k, cache.k_strides), (cache.v, cache.v_strides)):
-        dim, heads = x.shape[3], x.shape[1] * x.shape[2] // cache.page
-        in_row = head < row
-        if x.stride(3) != 1 or page % row or (not in_row and head % row):
-            return None
-        page_rows, head_rows = page // row, 0 if in_row else head // row
-        rows = (x.shape[0] - 1) * page_rows + (heads - 1) * head_rows + cache.page
-        made.append(Matrix(x, rows, (heads - 1) * head + dim if in_row else dim, row, dim))
-        columns.append(head if in_row else 0)
-        layouts.add((page_rows, head_rows))
-    if len(layouts) > 1 or not all(m.allowed for m in made):
+    first, second = _pages(cache.k, cache.k_strides, cache.page), _pages(cache.v, cache.v_strides, cache.page)
+    if first is None or second is None or first[2:] != second[2:]:
         return None
-    return Matrices(*made, *columns, *layouts.pop())
+    return Matrices(first[0], second[0], first[1], second[1], *first[2:])
+
+
+def _pages(
+    x: torch.Tensor, strides: tuple[int, int, int], page_size: int
+) -> tuple[Matrix, int, int, int] | None:
+    """`(matrix, elements between heads, rows of a page, rows between heads)`."""
+    page, row, head = strides
+    dim, heads = x.shape[3], x.shape[1] * x.shape[2] // page_size
+    in_row = head < row  # NHD
+    if x.stride(3) != 1 or page % row or (not in_row and head % row):
+        return None
+    page_rows, head_rows = page // row, 0 if in_row else head // row
+    rows = (x.shape[0] - 1) * page_rows + (heads - 1) * head_rows + page_size
+    matrix = Matrix(x, rows, (heads - 1) * head + dim if in_row else dim, row, dim)
+    return (matrix, head if in_row else 0, page_rows, head_rows) if matrix.allowed else None
 
 
 def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -100,7 +100,7 @@ def _fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _item(round_, num_items)
         if item < num_items:
-            b, head_id, offset, t0, extend, prefix, end, tiles = _block(
+            b, head_id, offset, _t0, _extend, _prefix, end, tiles = _block(
                 item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
             )
             kv_head = (head_id * PACK) // GROUP
@@ -154,9 +154,10 @@ def _logits(s, n, last, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexp
 @gluon.jit
 def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
            p, m, den, acc, last, scale, cap, base2, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
-    """Tiles `first` to `until` (0 is the request's last): the softmax of a tile runs beside the values of the
-    one before, whose weights are `p`. They are carried in float32: halves would be taken apart to carry them.
+           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+           HAS_CAP: gl.constexpr):  # fmt: skip
+    """Tiles `first` to `until` (0 is the last): softmax of a tile runs beside the values of the one before,
+    whose weights are `p`. They are carried in float32: halves would be taken apart to carry them.
     """
     none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
     for i in range(first, until):
@@ -199,7 +200,7 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _item(round_, num_items)
         if item < num_items:
-            b, head_id, offset, t0, extend, prefix, end, tiles = _block(
+            _b, head_id, offset, t0, extend, prefix, end, tiles = _block(
                 item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
             )
             if tiles > 0:
@@ -243,7 +244,7 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
                 _threads_meet()
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 s = _logits(s, n, last, logit_scale, cap, S_LAYOUT, BLOCK_N, True, HAS_CAP)
-                p, m, den, alpha = _softmax(s, m, den, base2)
+                p, m, den, _alpha = _softmax(s, m, den, base2)
                 if prefix + extend < n + BLOCK_N:
                     # Rows past the request's end are another's, or NaN, and 0 * NaN is NaN. Both warpgroups
                     # write the same.

@@ -55,5 +55,6 @@ def _record(
 
 def _without_tensor(arg: Any) -> Any:
     if is_descriptor(arg):
-        return partial(type(arg), **{f.name: getattr(arg, f.name) for f in fields(arg) if f.name != "base"})
+        kind: Any = type(arg)
+        return partial(kind, **{f.name: getattr(arg, f.name) for f in fields(kind) if f.name != "base"})
     return None if isinstance(arg, torch.Tensor) else arg

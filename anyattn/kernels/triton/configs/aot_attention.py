@@ -38,7 +38,7 @@ class Shape:
 
     `batch` requests with `context` cached tokens; an extend adds `new` tokens each. K of a layer has
     more than 2^31 elements, so offsets are 64 bits wide and AMD's compiler can't use its buffer loads;
-    `small` pools have fewer. `mapped`: slots are translated first.
+    `small` pools have fewer. `mapped`: slots are translated first. `fresh`: nothing is cached.
     """
 
     q_heads: int = 32
@@ -60,6 +60,7 @@ class Shape:
     direct: bool = True
     small: bool = False
     mapped: bool = False
+    fresh: bool = False
     layout: str = "NHD"
 
     @property
@@ -140,7 +141,7 @@ def extend(shape: Shape, target: Target) -> None:
         req_rows=_empty(rows, dtype=torch.int64),
         query_offsets=_empty(rows + 1),
         prefix_lens=_empty(rows),
-        pool_lens=_empty(rows),
+        pool_lens=None if shape.fresh else _empty(rows),
         kv_start=_empty(rows),
         positions=_empty(tokens, dtype=torch.int64) if shape.mask else None,
         mask_cells=_empty(tokens * shape.context, dtype=torch.bool) if shape.mask else None,
