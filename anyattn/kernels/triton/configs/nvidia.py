@@ -63,7 +63,6 @@ EXTEND = (
         max_dim=128,
         block_m=64,
         tma=(128, Tile(64, 4, 2)),
-        hopper=(128, Tile(128, 4, 2)),
         tile=Tile(64, 4, 3),
         evidence="H200, 2026-11-29, page 16: 428 (8k), 448 (16k + 512) TFLOP/s; 128 x 64, 8 warps: 386, 387",
     ),
