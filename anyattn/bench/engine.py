@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -23,7 +24,17 @@ from anyattn.bench.ours import backends_of, chosen
 from anyattn.bench.peers import peers_of
 from anyattn.bench.scene import Field, room_for
 
-__all__ = ["DeviceLost", "Options", "Timed", "describe", "rates", "rates_of", "time_cell"]
+__all__ = [
+    "DeviceLost",
+    "Options",
+    "Timed",
+    "build_cell",
+    "check_alive",
+    "describe",
+    "rates",
+    "rates_of",
+    "time_cell",
+]
 
 _POOLS = 4
 """Pools of different pages that a cell may need at once."""
@@ -96,6 +107,14 @@ def time_cell(cell: Cell, device: torch.device, options: Options) -> list[Timed]
     return found
 
 
+def build_cell(cell: Cell, device: torch.device, options: Options) -> list[tuple[str, str]]:
+    """Build and run everybody once, on one copy, for the kernels that this compiles; `[(name, why not)]`."""
+    contenders, skipped = _contenders(cell, device, options)
+    _, more = _prepared(contenders, Field(cell, device, 1), options)
+    _free(device)
+    return [*skipped, *more]
+
+
 def _contenders(
     cell: Cell, device: torch.device, options: Options
 ) -> tuple[list[Contender], list[tuple[str, str]]]:
@@ -121,7 +140,7 @@ def _prepared(
             entrant = _shortened(entrant, field.device, options)
         except Exception as failure:  # a library may raise anything, and the others still count
             skipped.append((contender.name, describe(failure)))
-            _alive(field.device, contender.name)
+            check_alive(field.device, contender.name)
             continue
         if error > bound_of(field.cell):
             skipped.append(
@@ -169,7 +188,7 @@ def _time(timed: Timed, prepared: Sequence[Prepared], device: torch.device, opti
     try:
         report = measure(timed.cell.name, [c for _, c in ready], device, settings, timer=timer)
     except Exception as failure:
-        _alive(device, timed.cell.name)
+        check_alive(device, timed.cell.name)
         timed.skipped += [(c.name, describe(failure)) for _, c in ready]
         return
     timed.results += [(e[0], report.result(c.name), e[2]) for e, c in ready]
@@ -183,7 +202,7 @@ def _captured(timer: Timer, candidate: Candidate, device: torch.device) -> str:
         timer.prepare(candidate)
         timer.sample(candidate, 1)
     except Exception as failure:
-        _alive(device, candidate.name)
+        check_alive(device, candidate.name)
         return f"not under a graph: {describe(failure)}"
     return ""
 
@@ -194,9 +213,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _alive(device: torch.device, who: str) -> None:
+def check_alive(device: torch.device, who: str) -> None:
     """Raises `DeviceLost` if the device doesn't answer any more."""
-    gc.collect()
+    _free(device)
     try:
         synchronize(device)
         torch.zeros(1, device=device).add_(1)
@@ -212,10 +231,11 @@ def describe(error: BaseException) -> str:
 
 
 def _free(device: torch.device) -> None:
-    """Pools of the cell before are garbage by now, in cycles."""
+    """Pools of the cell before, or of who failed, are garbage by now, in cycles."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a broken context says so later, too
+            torch.cuda.empty_cache()
 
 
 def rates(cell: Cell, result: Result, limits: dict[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 
 from anyattn.bench.cells import Cell
 from anyattn.bench.document import add, limits_json, new_document, save, skipped_cell
-from anyattn.bench.engine import DeviceLost, Options, describe, rates_of, time_cell
+from anyattn.bench.engine import DeviceLost, Options, check_alive, describe, rates_of, time_cell
 from anyattn.bench.harness.limits import measure_limits
 
 __all__ = ["Budget", "run_cells", "to_stderr"]
@@ -65,7 +65,7 @@ def run_cells(
     found["left_out"] = []
     done = {(entry["cell"]["name"], entry["mode"]) for entry in found["cells"]}
     _limits(found, device, cells, options)
-    with torch.inference_mode():
+    with torch.no_grad():
         for number, cell in enumerate(cells, 1):
             if all((cell.name, mode) in done for mode in cell.modes):
                 continue
@@ -97,6 +97,7 @@ def _one(found: dict[str, Any], cell: Cell, device: torch.device, options: Optio
     except DeviceLost:
         raise
     except Exception as failure:  # of the scene itself: the next cell is another one
+        check_alive(device, cell.name)
         skipped_cell(found, cell, describe(failure))
     options.say(f"    {time.monotonic() - started:.1f} s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,7 @@ def copies_of(cell: Cell, device: torch.device) -> int:
     return max(1, min(rotations(cell.kv_bytes, device), fitting, most))
 
 
+@functools.lru_cache(maxsize=256)
 def decide(
     cell: Cell, device: torch.device, copies: int, *, host: str | None = None, **choice: Any
 ) -> Decision:

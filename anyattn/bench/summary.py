@@ -48,8 +48,16 @@ def _times(entry: Entry, kind: str, *, counting: bool = True) -> dict[str, float
 
 
 def _group(entry: Entry) -> str:
-    """Workload and mode: what is averaged together."""
-    return f"{entry['cell']['workload']}, {entry['mode']}"
+    """What is averaged together: workload and mode, and what decides how fast anybody can be."""
+    cell = entry["cell"]
+    parts = [cell["workload"]]
+    if cell["workload"] == "mla_decode":
+        parts.append(f"{cell['num_q']} heads")
+    elif cell["workload"] == "decode" and "lengths" in cell:
+        parts.append("ragged")
+    elif cell["workload"] in ("prefill", "extend"):
+        parts.append(f"page {cell['page']}")
+    return f"{' '.join(parts)}, {entry['mode']}"
 
 
 def _grouped(entries: Iterable[Entry], group: Callable[[Entry], str]) -> dict[str, list[Entry]]:
@@ -68,17 +76,32 @@ def _label(entry: Entry) -> str:
 
 
 def against_peers(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
-    """Workload and mode -> backend -> time of the fastest peer over its own (above 1: faster than all)."""
+    """Group -> "backend" or "backend / library" -> time of the fastest peer, or of that library's fastest call,
+    over its own (above 1: faster than all of them).
+    """
     found: dict[str, dict[str, Spread]] = {}
     for group, members in _grouped(entries, _group).items():
         ratios: dict[str, dict[str, float]] = {}
         for entry in members:
-            peers = _times(entry, "peer")
-            for name, seconds in _times(entry, "backend").items() if peers else ():
-                ratios.setdefault(name, {})[_label(entry)] = min(peers.values()) / seconds
+            families = _families(_times(entry, "peer"))
+            for name, seconds in _times(entry, "backend").items():
+                for family, best in families.items():
+                    key = name if not family else f"{name} / {family}"
+                    ratios.setdefault(key, {})[_label(entry)] = best / seconds
         if ratios:
             found[group] = {name: Spread.of(values) for name, values in ratios.items()}
     return found
+
+
+def _families(peers: Mapping[str, float]) -> dict[str, float]:
+    """Best time of all (under ""), and of each library where there are several."""
+    best: dict[str, float] = {}
+    for name, seconds in peers.items():
+        family = "flashinfer" if name.startswith("flashinfer") else name.partition(",")[0]
+        best[family] = min(seconds, best.get(family, seconds))
+    if not best:
+        return {}
+    return {"": min(best.values())} | (best if len(best) > 1 else {})
 
 
 # -- policies ----------------------------------------------------------------------------------------------

@@ -63,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--rounds", type=int, default=5, help="samples of each, taken in turns (default: 5)")
     how.add_argument("--threads", type=int, help="torch threads (default: torch's choice)")
     how.add_argument("--commit", help="what was measured, where git can't tell")
+    how.add_argument(
+        "--build", type=int, metavar="N", help="compile kernels first, in N processes (outside of --minutes)"
+    )
+    how.add_argument(
+        "--build-only", action="store_true", help="compile kernels in this process, time nothing"
+    )
     how.add_argument("--resume", action="store_true", help="go on with the result in --json FILE")
     what = parser.add_argument_group("what comes out")
     what.add_argument(
@@ -100,6 +106,15 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_list(cells, as_json=args.json is not None)
         return 0
+    if args.build_only:
+        from anyattn.bench.build import build_here
+
+        build_here(cells, device, _options(args, device))
+        return 0
+    if args.build:
+        from anyattn.bench.build import build_all
+
+        build_all(cells, max(1, args.build), _without(sys.argv[1:], "--build"), _options(args, device))
     return _measure(args, cells, device)
 
 
@@ -192,11 +207,20 @@ def _go_on(args: argparse.Namespace, seconds: float) -> int:
     """The rest in a new process: a broken context is the process's, not the device's."""
     if seconds <= 0:
         return _LOST
-    given = [part for part in sys.argv[1:] if part != "--resume"] + ["--resume"]
+    given = [part for part in _without(sys.argv[1:], "--build") if part != "--resume"] + ["--resume"]
     if args.minutes is not None:
         given += ["--minutes", f"{seconds / 60:.2f}"]
     sys.stdout.flush()
     return os.execv(sys.executable, [sys.executable, "-m", "anyattn.cli.main", *given])
+
+
+def _without(arguments: Sequence[str], option: str) -> list[str]:
+    """Arguments without an option and its value."""
+    at = [i for i, part in enumerate(arguments) if part == option]
+    dropped = {*at, *(i + 1 for i in at)}
+    return [
+        part for i, part in enumerate(arguments) if i not in dropped and not part.startswith(f"{option}=")
+    ]
 
 
 def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: bool) -> int:
