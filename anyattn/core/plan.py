@@ -143,7 +143,8 @@ class Plan:
             expands.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
-        storage: where its tensors come from.
+        storage: where its tensors come from; uploaded: where in it the batch's vectors go at a replay, as the
+            region and (field, byte offset, dtype) of each.
     """
 
     key: PlanKey
@@ -171,6 +172,7 @@ class Plan:
     window_locs: dict[int, torch.Tensor] = field(default_factory=dict)
     listed_loc: torch.Tensor | None = None
     storage: StepStorage | None = None
+    uploaded: tuple[torch.Tensor, list[tuple[str, int, torch.dtype]]] | None = None
 
     @property
     def stable(self) -> bool:

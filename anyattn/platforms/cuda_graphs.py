@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from anyattn.core.graph.objects import Fence, GraphObject, GraphPlatform
+from anyattn.core.streams import EventRecorder
 from anyattn.errors import GraphError
 
 __all__ = ["CUDAFence", "CUDAGraph", "CUDAGraphPlatform"]
@@ -65,20 +66,21 @@ class CUDAGraph(GraphObject):
 class CUDAFence(Fence):
     """A CUDA event."""
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._events = EventRecorder(device)
+        self._event = self._events.new_event()
 
     def record(self) -> None:
         """On the current stream."""
-        self._event.record()  # type: ignore[no-untyped-call]
+        self._events.record(self._event)
 
     def wait(self) -> None:
         """By the current stream."""
-        self._event.wait()  # type: ignore[no-untyped-call]
+        self._event.wait()
 
     def synchronize(self) -> None:
         """By the host."""
-        self._event.synchronize()  # type: ignore[no-untyped-call]
+        self._event.synchronize()
 
 
 class CUDAGraphPlatform(GraphPlatform):
@@ -105,7 +107,7 @@ class CUDAGraphPlatform(GraphPlatform):
 
     def new_fence(self) -> CUDAFence:
         """A fence that nothing was marked with."""
-        return CUDAFence()
+        return CUDAFence(self.device)
 
     def synchronize(self) -> None:
         """Wait for the device."""

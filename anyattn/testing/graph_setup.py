@@ -132,7 +132,7 @@ def _sizes(row: CapabilityRow, rows: tuple[CapabilityRow, ...], latent: bool, la
     page = next((p for p in _PAGES if all(_taken(p, layout, t) for t in ([row], *takers) if t)), None)
     if dtype is None or page is None:
         return None
-    context, buckets = (600, (1, 2, 4, 8, 16)) if large else (max(_CONTEXT, page + page // 2), (1, 2, 4))
+    context, buckets = (600, (1, 2, 4, 8, 16)) if large else (max(_CONTEXT, page + page // 2), (1, 2, 5))
     common = Sizes(dtype=dtype, page_size=page, layout=layout, max_context=context, buckets=buckets)
     if latent:
         for heads, rank, rope in _LATENTS:

@@ -43,9 +43,9 @@ Refused = Callable[[Callable[[], object]], str]
 
 
 def test_a_batch_over_the_largest_bucket(labs: Labs, refused: Refused) -> None:
-    step = labs.lab.draw(5)
+    step = labs.lab.draw(6)
     said = refused(lambda: labs.runner.replay(step.batch, **step.inputs))
-    assert "more requests than the largest captured bucket; asked: 5; allowed: <= 4" in said
+    assert "more requests than the largest captured bucket; asked: 6; allowed: <= 5" in said
     assert "capture a larger bucket, split the batch, or run this step eagerly" in said
     assert "largest captured bucket" in str(labs.runner.can_replay(step.batch))
 
@@ -129,4 +129,4 @@ def test_a_batch_of_padding_alone_is_legal(labs: Labs) -> None:
     out = labs.runner.replay(batch, **inputs)
     assert all(x.shape[0] == 3 and bool(torch.isfinite(x).all()) for x in out.values())
     entry = labs.runner.entry(batch)
-    assert entry.plan.batch.num_padding_requests == entry.plan.batch.num_padding_tokens == 4
+    assert entry.plan.batch.num_padding_requests == entry.plan.batch.num_padding_tokens == 5

@@ -71,7 +71,7 @@ class Buckets:
 
     def fit(self, num_requests: int) -> int:
         """The smallest size that holds them. Raises `GraphError` beyond the largest."""
-        if num_requests > self.largest:
+        if num_requests > self.sizes[-1]:
             raise GraphError(
                 "more requests than the largest captured bucket",
                 asked=num_requests,

@@ -66,12 +66,14 @@ class Padder:
         """`batch` with padded requests behind its own, some of which may be padding already. Fields on the
         device are written where `captured` has them.
         """
+        if batch.batch_size == self.key.num_requests and batch.num_tokens == self.key.num_tokens:
+            return batch.view(captured_mode=self.key.mode)
         given: dict[str, torch.Tensor] = {}
         for field in self._fields:
             value: torch.Tensor | None = getattr(batch, field.name)
             if value is None:
                 continue
-            target = self._host[field.name] if value.device.type == "cpu" else _stored(captured, field.name)
+            target = self._host[field.name] if value.is_cpu else _stored(captured, field.name)
             given[field.name] = self._grown(target, value, field.fill)
         exact = batch.exact
         if exact is not None:

@@ -7,22 +7,24 @@ import torch
 from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import VerifyMask
+from anyattn.core.metadata.slots import SlotCheck
 from anyattn.core.plan import Plan
 from anyattn.errors import BatchError, GraphError
 
 __all__ = ["check_host", "check_same_shape", "check_values"]
 
 
-def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_slots: int) -> None:
+def check_host(batch: ForwardBatch, table: RequestTable, slots: SlotCheck) -> None:
     """Everything that is known without reading the device.
 
     Raises:
         BatchError: rows or lengths beyond the table, slots in page 0 or beyond the pool, a slot written
             twice, encoder lengths beyond the encoder table.
     """
-    real = batch.batch_size - batch.num_padding_requests
-    if batch.req_pool_indices.device.type == "cpu":
-        _within("req_pool_indices", batch.req_pool_indices[:real], 0, table.max_requests - 1)
+    rows, padding = batch.req_pool_indices, batch.num_padding_requests
+    real = rows.shape[0] - padding
+    if rows.is_cpu:
+        _within("req_pool_indices", rows[:real] if padding else rows, 0, table.max_requests - 1)
     exact = batch.exact
     if isinstance(batch.mask, VerifyMask):
         _check_verify_mask(batch, batch.mask)
@@ -30,16 +32,15 @@ def check_host(batch: ForwardBatch, table: RequestTable, page_size: int, total_s
         if exact.longest > table.max_context:  # none is negative: the batch saw to it
             _within("seq_lens", exact.seq_lens, 0, table.max_context)
         _check_mask(batch, exact)
-    if batch.encoder_lens is not None and batch.encoder_lens.device.type == "cpu":
+    if batch.encoder_lens is not None and batch.encoder_lens.is_cpu:
         _within("encoder_lens", batch.encoder_lens[:real], 0, table.max_encoder)
     loc = batch.out_cache_loc
-    if loc is not None and loc.device.type == "cpu":
-        _check_slots(
-            "out_cache_loc", loc[: batch.num_tokens - batch.num_padding_tokens], page_size, total_slots
-        )
+    if loc is not None and loc.is_cpu:
+        padding = batch.num_padding_tokens
+        slots.check("out_cache_loc", loc[: batch.num_tokens - padding] if padding else loc)
     enc = batch.encoder_out_cache_loc
-    if enc is not None and enc.device.type == "cpu":
-        _check_slots("encoder_out_cache_loc", enc, page_size, total_slots)
+    if enc is not None and enc.is_cpu:
+        slots.check("encoder_out_cache_loc", enc)
         _check_encoder_slots(batch, enc)
 
 
@@ -59,7 +60,7 @@ def _within(name: str, values: torch.Tensor, low: int, high: int) -> None:
 def _check_encoder_slots(batch: ForwardBatch, slots: torch.Tensor) -> None:
     """No more slots than encoder tokens, and none that the step's own tokens go to as well."""
     lens, loc = batch.encoder_lens, batch.out_cache_loc
-    most = int(lens.sum()) if lens is not None and lens.device.type == "cpu" else None
+    most = int(lens.sum()) if lens is not None and lens.is_cpu else None
     if lens is None or (most is not None and slots.shape[0] > most):
         raise BatchError(
             "encoder_out_cache_loc has more slots than the step has encoder tokens",
@@ -67,7 +68,7 @@ def _check_encoder_slots(batch: ForwardBatch, slots: torch.Tensor) -> None:
             allowed=0 if lens is None else f"<= {most}",
             hint="give encoder_lens, and slots for the encoder tokens that are stored in this step",
         )
-    if loc is not None and loc.device.type == "cpu":
+    if loc is not None and loc.is_cpu:
         shared = slots[torch.isin(slots, loc)]
         if shared.numel():
             raise BatchError(
@@ -81,7 +82,7 @@ def _check_encoder_slots(batch: ForwardBatch, slots: torch.Tensor) -> None:
 def _check_mask(batch: ForwardBatch, exact: Exact) -> None:
     """The mask holds extend_len x seq_len cells per request, rows first."""
     mask = batch.mask
-    if mask is None or isinstance(mask, VerifyMask) or mask.indptr.device.type != "cpu":
+    if mask is None or isinstance(mask, VerifyMask) or not mask.indptr.is_cpu:
         return
     sizes = (exact.extend_lens * exact.seq_lens).cumsum(0).tolist()
     given = mask.indptr.tolist()
@@ -110,35 +111,6 @@ def _check_verify_mask(batch: ForwardBatch, mask: VerifyMask) -> None:
         )
 
 
-def _check_slots(name: str, slots: torch.Tensor, page_size: int, total_slots: int) -> None:
-    if slots.numel() == 0:
-        return
-    ordered = slots.sort().values
-    lowest, highest = int(ordered[0]), int(ordered[-1])
-    if lowest < page_size:
-        raise BatchError(
-            f"{name} names a slot in page 0, the sink that belongs to nobody",
-            asked=lowest,
-            allowed=f"{page_size}..{total_slots - 1}",
-            hint="hand out pages from 1 on; only padded rows may name slot 0",
-        )
-    if highest >= total_slots:
-        raise BatchError(
-            f"{name} beyond the pool",
-            asked=highest,
-            allowed=f"{page_size}..{total_slots - 1}",
-            hint="create the pool with more slots",
-        )
-    twice = ordered[1:] == ordered[:-1]
-    if bool(twice.any()):
-        raise BatchError(
-            f"{name} writes the same slot twice",
-            asked=int(ordered[1:][twice][0]),
-            allowed="one token a slot in a step",
-            hint="free a slot before it is handed out again",
-        )
-
-
 def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
     """`batch` can take the place of the one that `plan` was captured with.
 
@@ -146,14 +118,18 @@ def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
         GraphError: another mode, number of requests or tokens, or other optional fields.
     """
     key, was = plan.key, plan.batch
+    if (
+        batch.forward_mode is key.mode
+        and batch.batch_size == key.num_requests
+        and batch.num_tokens == key.num_tokens
+        and all(_alike(getattr(batch, name), getattr(was, name)) for name in _OPTIONAL)
+    ):
+        return
     for name, asked, allowed in (
         ("mode", batch.forward_mode.value, key.mode.value),
         ("requests", batch.batch_size, key.num_requests),
         ("tokens", batch.num_tokens, key.num_tokens),
-        *(
-            (name, _given(getattr(batch, name)), _given(getattr(was, name)))
-            for name in ("out_cache_loc", "positions", "encoder_lens", "encoder_out_cache_loc", "mask")
-        ),
+        *((name, _given(getattr(batch, name)), _given(getattr(was, name))) for name in _OPTIONAL),
     ):
         if asked != allowed:
             raise GraphError(
@@ -162,6 +138,13 @@ def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
                 allowed=allowed,
                 hint="pad the batch to the captured bucket (GraphRunner does), or run it eagerly",
             )
+
+
+_OPTIONAL = ("out_cache_loc", "positions", "encoder_lens", "encoder_out_cache_loc", "mask")
+
+
+def _alike(a: object, b: object) -> bool:
+    return type(a) is type(b)
 
 
 def _given(value: object) -> str:

@@ -22,6 +22,7 @@ from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, Step
 from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
+from anyattn.core.metadata.slots import SlotCheck
 from anyattn.core.metadata.upload import Uploader
 from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
@@ -58,6 +59,7 @@ class MetadataCompiler:
         self.device = pool.device
         self.checks = env.read("ANYATTN_CHECKS")
         self._any_slot_is_writable = type(pool).check_writable is KVPool.check_writable
+        self._slots = SlotCheck(pool.page_size, pool.listed_slots)
         self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
 
@@ -94,9 +96,7 @@ class MetadataCompiler:
             extend_lens=given["extend_lens"],
             prefix_lens=take("prefix_lens", (num_requests,), torch.int32),
             query_offsets=take("query_offsets", (num_requests + 1,), torch.int32),
-            positions=given["positions"]
-            if "positions" in given
-            else take("positions", (num_tokens,), torch.int64),
+            positions=positions,
             write_locs={space: given[name] for space, name in _WRITES if name in given},
             max_q_len=max_q_len(batch),
             max_kv_len=self.table.max_context if in_capture else max_kv_len(batch, self.table.max_context),
@@ -122,9 +122,10 @@ class MetadataCompiler:
         self._check_host(batch)
         check_same_shape(plan, batch)
         assert plan.storage is not None
-        self._upload(batch, plan.storage)
+        self._upload_again(batch, plan, plan.storage)
         plan.retarget(batch)
-        prepare_mask(plan, tree_mask, plan.storage, self.device)
+        if batch.mask is not None:
+            prepare_mask(plan, tree_mask, plan.storage, self.device)
         prefix_only = plan.strategy is Strategy.RAGGED_MERGE
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
@@ -164,11 +165,11 @@ class MetadataCompiler:
         check_ids(batch, self.pool)
         if self.checks == "off":
             return
-        check_host(batch, self.table, self.pool.page_size, self.pool.listed_slots)
+        check_host(batch, self.table, self._slots)
         loc = batch.out_cache_loc
         if self._any_slot_is_writable:
             return
-        if loc is not None and loc.device.type == "cpu":
+        if loc is not None and loc.is_cpu:
             self.pool.check_writable(loc[: batch.num_tokens - batch.num_padding_tokens])
 
     def _upload(self, batch: ForwardBatch, storage: StepStorage) -> dict[str, torch.Tensor]:
@@ -180,13 +181,30 @@ class MetadataCompiler:
             if value is not None:
                 fields.append((name, value.shape[0], dtype))
                 values.append(value)
-        on_host = [v.device.type == "cpu" for v in values]
+        on_host = [v.is_cpu for v in values]
         if all(on_host):
             region, vectors = storage.packed(fields)
             parts = [(at, v, f[2]) for (at, _), v, f in zip(vectors, values, fields, strict=True)]
             self._uploader.send(region, parts)
             return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}
         return self._gather(fields, values, on_host, storage)
+
+    def _upload_again(self, batch: ForwardBatch, plan: Plan, storage: StepStorage) -> None:
+        """`_upload` to where the captured batch's vectors went: the same fields, of the same lengths."""
+        layout = plan.uploaded
+        if layout is None:
+            values = [(name, getattr(batch, attribute), dtype) for name, attribute, dtype in _UPLOADED]
+            fields = [(name, v.shape[0], dtype) for name, v, dtype in values if v is not None]
+            region, vectors = storage.packed(fields)
+            offsets = {name: at for (name, *_), (at, _) in zip(fields, vectors, strict=True)}
+            layout = plan.uploaded = (
+                region, [(attribute, offsets[n], dtype) for n, attribute, dtype in _UPLOADED if n in offsets],
+            )  # fmt: skip
+        parts = [(at, getattr(batch, attribute), dtype) for attribute, at, dtype in layout[1]]
+        if all(value.is_cpu for _, value, _ in parts):
+            self._uploader.send(layout[0], parts)
+        else:
+            self._upload(batch, storage)
 
     def _gather(
         self, fields: list[Field], values: list[torch.Tensor], on_host: list[bool], storage: StepStorage

@@ -99,7 +99,7 @@ def table_mirrors(
                 allowed="both",
                 hint="pass encoder_lens to the batch and max_encoder to RequestTable",
             )
-        known = lens.device.type == "cpu"
+        known = lens.is_cpu
     return partial(_mirrors, batch, group, form.kernel_page, prefix_only) if known else None
 
 

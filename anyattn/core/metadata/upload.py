@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from anyattn.core.streams import EventRecorder
+
 __all__ = ["Part", "Uploader"]
 
 _ALIGN = 2  # int64 entries: keeps every packed vector 16-byte aligned
@@ -47,29 +49,30 @@ class Uploader:
     def __init__(self, device: torch.device, capacity: int = 1 << 17) -> None:
         """`capacity`: bytes that a staging buffer has at least."""
         self.device = device
+        self._on_cpu, self._events = device.type == "cpu", EventRecorder(device)
         self._capacity = capacity
         self._ring: list[_Staging | None] = [None] * _SLOTS
         self._next = 0
 
     def send(self, region: torch.Tensor, parts: Sequence[Part]) -> None:
         """Store `parts` in `region` (uint8, on the device) in one copy. Bytes between them are undefined."""
-        if self.device.type == "cpu":
+        if self._on_cpu:
             for offset, vector, dtype in parts:
                 region[offset : offset + vector.shape[0] * dtype.itemsize].view(dtype).copy_(vector)
             return
         staging = self._staging(region.shape[0])
-        for offset, vector, dtype in parts:
-            staging.view(offset, vector.shape[0], dtype).copy_(vector)
+        packed = [staging.view(offset, vector.shape[0], dtype) for offset, vector, dtype in parts]
+        torch._foreach_copy_(packed, [vector for _, vector, _ in parts])
         region.copy_(staging.view(0, region.shape[0], torch.uint8), non_blocking=True)
-        staging.copied.record()
+        self._events.record(staging.copied)
 
     def upload(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """int64 vectors on the device, in order; those that live there already are passed through."""
-        if self.device.type == "cpu":
+        if self._on_cpu:
             return list(vectors)
-        host = [v for v in vectors if v.device.type == "cpu"]
+        host = [v for v in vectors if v.is_cpu]
         moved = iter(self._copy(host)) if host else iter(())
-        return [next(moved) if v.device.type == "cpu" else v for v in vectors]
+        return [next(moved) if v.is_cpu else v for v in vectors]
 
     def _copy(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         starts, total = [], 0
@@ -88,7 +91,7 @@ class Uploader:
             slot.copied.synchronize()  # its last copy: long done, unless the host is _SLOTS steps ahead
         if slot is None or slot.memory.shape[0] < nbytes:
             memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
-            slot = _Staging(memory, torch.get_device_module(self.device).Event())
+            slot = _Staging(memory, self._events.new_event())
             self._ring[self._next] = slot
         self._next = (self._next + 1) % _SLOTS
         return slot
