@@ -76,8 +76,9 @@ def _label(entry: Entry) -> str:
 
 
 def against_peers(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
-    """Group -> "backend" or "backend / library" -> time of the fastest peer, or of that library's fastest call,
-    over its own (above 1: faster than all of them).
+    """Group -> "backend" or "backend / library" -> time of the fastest peer over its own.
+
+    Above 1: faster than all of them, or than all calls of that library.
     """
     found: dict[str, dict[str, Spread]] = {}
     for group, members in _grouped(entries, _group).items():

@@ -1,1 +1,0 @@
-"""Attention kernels against their peers' own APIs: `python -m benchmarks.attention.decode`, `….extend`."""
