@@ -85,8 +85,10 @@ def add(document: Document, timed: Timed) -> None:
             "rounds": len(result.seconds),
             **rates(cell, result, limits),
             "error": error,
+            "page": page,
+            "layout": layout,
         }
-        for contender, result, error in timed.results
+        for contender, result, error, (page, layout) in timed.results
     ]
     document["cells"].append({
         "cell": cell.to_json(),

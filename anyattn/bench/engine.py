@@ -73,13 +73,13 @@ class Options:
 
 @dataclass
 class Timed:
-    """A cell in one mode. `results`: (contender, samples, error against float32)."""
+    """A cell in one mode. `results`: (contender, samples, error against float32, page and layout of its KV)."""
 
     cell: Cell
     mode: str
     copies: int
     choice: str | None
-    results: list[tuple[Contender, Result, float]] = field(default_factory=list)
+    results: list[tuple[Contender, Result, float, tuple[int, str]]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -191,7 +191,9 @@ def _time(timed: Timed, prepared: Sequence[Prepared], device: torch.device, opti
         check_alive(device, timed.cell.name)
         timed.skipped += [(c.name, describe(failure)) for _, c in ready]
         return
-    timed.results += [(e[0], report.result(c.name), e[2]) for e, c in ready]
+    for (contender, entrant, error), candidate in ready:
+        where = entrant.scene.page, str(entrant.scene.pool.layout)
+        timed.results.append((contender, report.result(candidate.name), error, where))
 
 
 def _captured(timer: Timer, candidate: Candidate, device: torch.device) -> str:

@@ -110,7 +110,8 @@ def _form(form: TableForm, world: _World) -> _Step:
         plans[:] = [plan]
 
     prepare(0)
-    return _Step(prepare, lambda: compiler.fill(plans[0]))
+    first = plans[0]  # a graph keeps its addresses
+    return _Step(prepare, lambda: compiler.fill(first))
 
 
 def _backend(world: _World) -> _Step:
@@ -126,7 +127,8 @@ def _backend(world: _World) -> _Step:
             plans[:] = [backend.init_forward_metadata_out_graph(batch)]
 
     prepare(0)
-    return _Step(prepare, lambda: backend.init_forward_metadata_in_graph(plans[0]))
+    first = plans[0]
+    return _Step(prepare, lambda: backend.init_forward_metadata_in_graph(first))
 
 
 def measure_growth(
