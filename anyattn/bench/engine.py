@@ -73,7 +73,7 @@ class Options:
 
 @dataclass
 class Timed:
-    """A cell in one mode. `results`: (contender, samples, error against float32, page and layout of its KV)."""
+    """A cell in one mode. `results`: (contender, samples, error against float32, page and layout)."""
 
     cell: Cell
     mode: str
