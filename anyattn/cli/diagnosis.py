@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyattn.core.facts import HostFacts, LibraryState
+from anyattn.core.measure.use import TableUse
 from anyattn.detect import KNOWN, Library, PluginReport, ProbeReport, plugins
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Diagnosis:
     next_steps: tuple[str, ...]
     notes: tuple[str, ...] = ()
     plugins: tuple[PluginReport, ...] = ()
+    measured: tuple[TableUse, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""

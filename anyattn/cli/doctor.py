@@ -20,8 +20,10 @@ from anyattn.cli.diagnosis import (
     backend_statuses,
     library_statuses,
 )
+from anyattn.cli.doctor_measured import measured_lines, measured_tables
 from anyattn.cli.next_steps import next_steps
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.use import TableUse
 from anyattn.detect import (
     PluginReport,
     Plugins,
@@ -92,10 +94,13 @@ def diagnose(
     torch = next(status for status in libraries if status.distribution == "torch")
     backends, notes = _backends(host, torch)
     notes += tuple(dict.fromkeys(report.note for report in reports if report.note))
-    problems = _problems(host, torch, os.environ)
+    measured, unread = _measured(host)
+    problems = _problems(host, torch, os.environ) + unread
     plugged = _plugins()
     steps = next_steps(host, torch, libraries, backends, probed=probe_libraries, plugged=plugged)
-    return Diagnosis(host, torch, libraries, backends, probe_libraries, problems, steps, notes, plugged)
+    return Diagnosis(
+        host, torch, libraries, backends, probe_libraries, problems, steps, notes, plugged, measured
+    )
 
 
 def _progress(count: int) -> Callable[[ProbeReport], None]:
@@ -120,6 +125,14 @@ def _plugins() -> tuple[PluginReport, ...]:
         return tuple(plugins().reports)
     except Exception:  # stands among the problems or the notes
         return ()
+
+
+def _measured(host: HostFacts) -> tuple[tuple[TableUse, ...], tuple[str, ...]]:
+    """Measured tables, or none and what is wrong with them."""
+    try:
+        return measured_tables(host), ()
+    except Exception as error:
+        return (), (str(error),)
 
 
 def _problems(host: HostFacts, torch: LibraryStatus, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -151,6 +164,7 @@ def render(diagnosis: Diagnosis, width: int | None = None) -> str:
     )
     lines += _section(title, [line for status in diagnosis.libraries for line in _library_lines(status)])
     lines += _section("Backends", _backend_lines(diagnosis.backends))
+    lines += _section("Measured tables", measured_lines(diagnosis.measured))
     lines += _section("Plugins", [line for report in diagnosis.plugins for line in _plugin_lines(report)])
     lines += _section("Notes", [f"  {text}" for text in (*diagnosis.host.notes, *diagnosis.notes)])
     lines += _section("Next step", [f"  {text}" for text in diagnosis.next_steps])

@@ -82,6 +82,7 @@ def test_this_machine(doctor: Doctor) -> None:
             "next_steps",
             "notes",
             "plugins",
+            "measured",
         )
     }
 

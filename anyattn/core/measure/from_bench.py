@@ -84,5 +84,5 @@ def _bucket(entry: Mapping[str, Any]) -> Bucket | None:
 
 
 def _times(results: Any) -> dict[str, Timing]:
-    ours = [result for result in results if result["kind"] == "backend"]
+    ours = [r for r in results if r["kind"] == "backend" and r.get("counts", True)]
     return {str(r["name"]): Timing(float(r["median_s"]), float(r["spread"])) for r in ours}

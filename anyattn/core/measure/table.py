@@ -158,12 +158,14 @@ def combined(cells: Iterable[Times]) -> Times:
     found = list(cells)
     common = [name for name in found[0] if all(name in cell for cell in found)]
     if len(common) < 2:
-        return max(found, key=len)
+        found = [max(found, key=len)]
+        common = list(found[0])
     return {name: _mean([cell[name] for cell in found]) for name in common}
 
 
 def _mean(timings: Sequence[Timing]) -> Timing:
+    """Rounded to six digits: more would only fill the file."""
     product = 1.0
     for timing in timings:
         product *= timing.seconds ** (1 / len(timings))
-    return Timing(product, max(t.spread for t in timings))
+    return Timing(float(f"{product:.6g}"), round(max(t.spread for t in timings), 4))

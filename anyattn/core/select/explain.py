@@ -179,6 +179,9 @@ def _table(decision: Decision) -> Iterator[str]:
             continue
         choice = chosen[phase]
         parts = [_label(choice)] if choice.built else [_label(choice), "no adapter in this version"]
+        route = decision.route(phase)
+        if route is not None:
+            parts.append(f"routed with {', '.join(member.backend for member in route.members[1:])}")
         yield f"  {phase.value:8} {choice.backend:{name}}{choice.method:{method}}{'; '.join(parts)}"
 
 

@@ -16,7 +16,11 @@ from anyattn.core.select.rank import Rank, rank
 from anyattn.core.select.request import Request
 from anyattn.core.select.validate import judge_rows, validate
 
-__all__ = ["Field", "Option", "survey"]
+__all__ = ["ROUTED", "Field", "Option", "survey"]
+
+
+ROUTED = (Phase.PREFILL, Phase.DECODE)
+"""Phases whose steps may be routed; verification and drafts stay with the backend that was decided."""
 
 
 @dataclass(frozen=True)
@@ -104,4 +108,7 @@ def survey(
         for place, entry in enumerate(ranks)
         for row, verdict in passing[entry.backend]
     ]
+    if phase in ROUTED and choice is None:
+        names = {registry.get(name).name for name in request.route or ()}
+        options = [option for option in options if option.record.name in names] or options
     return Field(phase, verdicts, tuple(sorted(options, key=lambda o: o.cost)), choice, times)

@@ -30,10 +30,10 @@ from anyattn.core.select.explain import phrase
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.libraries import importable, providers_in_use
 from anyattn.core.select.measured import PhaseTimes, looked_at
-from anyattn.core.select.options import Field, Option
+from anyattn.core.select.options import ROUTED, Field, Option
 from anyattn.core.select.pages import describe_pages, kernel_page
 from anyattn.core.select.request import Request
-from anyattn.core.select.routes import ROUTED, members, rules_of
+from anyattn.core.select.routes import members, rules_of
 from anyattn.core.select.validate import distance, is_built, is_near
 
 __all__ = ["record"]
@@ -62,7 +62,7 @@ def record(
     )
     ranked = [fields[phase].times for phase in ROUTED if fields[phase].choice is None]
     measured = looked_at(tables, facts, ranked)
-    routes = tuple(_routes(request, registry, fields, joint))
+    routes = tuple(_routes(request, fields, joint))
     return Decision(
         schema=SCHEMA,
         request=request,
@@ -86,18 +86,17 @@ def record(
 
 def _measured_notes(measured: Sequence[TableUse], ranked: Sequence[PhaseTimes]) -> Iterator[str]:
     """Which table isn't used, or what of one that is; nothing where every phase was chosen explicitly."""
-    for table in measured if ranked else ():
-        if not table.used:
-            yield f"measured table {table.table} isn't used: {table.reason}"
-    yield from dict.fromkeys(text for times in ranked if times.entries for text in times.remarks)
+    unused = [table for table in measured if not table.used] if ranked else []
+    for table in unused:
+        yield f"measured table {table.table} isn't used: {table.reason}"
+    if len(unused) < len(measured):
+        yield from dict.fromkeys(f"measured: {text}" for times in ranked for text in times.remarks)
 
 
-def _routes(
-    request: Request, registry: Registry, fields: Mapping[Phase, Field], joint: Joint
-) -> Iterator[Route]:
+def _routes(request: Request, fields: Mapping[Phase, Field], joint: Joint) -> Iterator[Route]:
     """Phases where more than one backend is the fastest of some measured step."""
     for phase in ROUTED if request.route is not None else ():
-        able = members(fields[phase], joint, request, registry)
+        able = members(fields[phase], joint, request)
         rules = rules_of(fields[phase], joint, tuple(able))
         used = {rule.backend for rule in rules}
         first = next(iter(able))

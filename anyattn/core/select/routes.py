@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from anyattn.core.capabilities import Phase
 from anyattn.core.measure.compare import order
 from anyattn.core.measure.rules import RouteRule
 from anyattn.core.measure.table import Timing
-from anyattn.core.registry import Registry
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.measured import Entry
 from anyattn.core.select.options import Field, Option
 from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.request import Request
 
-__all__ = ["ROUTED", "members", "rules_of"]
-
-ROUTED = (Phase.PREFILL, Phase.DECODE)
-"""Phases whose steps may be routed; verification and drafts stay with the backend that was decided."""
+__all__ = ["members", "rules_of"]
 
 Times = Mapping[str, Timing]
 
 
-def members(field: Field, joint: Joint, request: Request, registry: Registry) -> dict[str, Option]:
+def members(field: Field, joint: Joint, request: Request) -> dict[str, Option]:
     """Who may take steps of a phase: the decided backend first, then all on its pool, as ranked.
 
     Nobody but the decided one where it was chosen explicitly, and nobody second-rate beside a better one.
@@ -33,11 +28,9 @@ def members(field: Field, joint: Joint, request: Request, registry: Registry) ->
     found = {first.record.name: first}
     if request.route is None or field.choice is not None:
         return found
-    allowed = {registry.get(name).name for name in request.route}
     for option in field.options:
         fits = kernel_page(option.row, joint.page, joint.layout) is not None
-        named = not allowed or option.record.name in allowed
-        if fits and named and option.degraded <= first.degraded:
+        if fits and option.degraded <= first.degraded:
             found.setdefault(option.record.name, option)
     return found
 
