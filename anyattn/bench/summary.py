@@ -203,7 +203,7 @@ def cell_text(entry: Entry) -> str:
 def _rate(result: Mapping[str, Any]) -> str:
     """TFLOP/s where arithmetic is the roof (more than 100 operations a byte), else GB/s."""
     if result["tflop_s"] * 1e3 > 100 * result["gb_s"]:
-        return f"{result['tflop_s']:,.1f} TFLOP/s"
+        return f"{result['tflop_s']:,.{1 if result['tflop_s'] >= 1 else 3}f} TFLOP/s"
     return f"{result['gb_s']:,.1f} GB/s"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from anyattn.bench import engine, run
+from anyattn.bench.build import build_here, shares
 from anyattn.bench.cells import Cell
 from anyattn.bench.contender import Contender, Entrant, NotHere
 from anyattn.bench.document import load, new_document, save
@@ -21,6 +22,7 @@ from anyattn.bench.plot import plot
 from anyattn.bench.run import Budget, run_cells
 from anyattn.bench.scene import Field, copies_of, room_for
 from anyattn.bench.summary import CHOICE, against_peers, cell_text, policies, replay, summary
+from anyattn.cli.bench import _without
 from anyattn.cli.main import main
 from anyattn.errors import ConfigError
 
@@ -186,6 +188,33 @@ def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in found["rows"]:
         assert all(us > 0 for us in row["host_by_batch"]["us"] + row["device_by_context"]["us"])
     assert "torch_native" in text(found)
+
+
+def test_shares_and_arguments_of_builders() -> None:
+    cells = [DECODE, EXTEND, DECODE]
+    assert shares(cells, 2) == [[DECODE, DECODE], [EXTEND]]
+    assert shares(cells, 8) == [[DECODE], [EXTEND], [DECODE]]
+    assert _without(["bench", "--build", "4", "--quick", "--build=3"], "--build") == ["bench", "--quick"]
+    said: list[str] = []
+    build_here([DECODE], CPU, Options(rounds=2, skip=("torch_native",), say=said.append))
+    assert not any("torch" in line for line in said)
+
+
+def test_a_lost_device_goes_on_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, started = tmp_path / "out.json", []
+
+    def lost(*_: object, **__: object) -> None:
+        raise DeviceLost("kernel: illegal address")
+
+    monkeypatch.setattr(run, "time_cell", lost)
+    monkeypatch.setattr("os.execv", lambda *given: started.append(given) or 0)
+    command = ["bench", "--device", "cpu", "--minutes", "5", "--cells", "window*", "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["anyattn", *command])
+    assert main(command) == 0
+    assert started[0][1][3:][:3] == ["bench", "--device", "cpu"]
+    assert started[0][1][-3:-1] == ["--resume", "--minutes"]
+    assert "the device failed" in out.read_text()
+    monkeypatch.undo()
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
