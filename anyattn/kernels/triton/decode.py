@@ -17,9 +17,9 @@ __all__ = ["decode_kernel"]
 
 @triton.jit
 def decode_kernel(
-    q, k_cache, v_cache, source, slot_map, req_rows, kv_start, kv_lens, ranges, k_scale, v_scale, sinks,
-    out, lse, part_out, part_lse,
-    q_t, q_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row, out_t, out_h, lse_t,
+    q, out, lse, sinks, q_t, q_h, out_t, out_h, lse_t,
+    source, req_rows, kv_start, kv_lens, ranges, part_out, part_lse, source_row,
+    k_cache, v_cache, slot_map, k_scale, v_scale, k_page, k_row, k_head, v_page, v_row, v_head,
     k_scale_h, v_scale_h, scale, cap, window, kv_heads,
     PAGE: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 
@@ -11,7 +11,7 @@ from anyattn.kernels.triton.attention import Cache, Heads, Variant, decode_progr
 from anyattn.kernels.triton.configs import Decode
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.decode import decode_kernel
-from anyattn.kernels.triton.launch import launch
+from anyattn.kernels.triton.launch import Fixed, launch
 from anyattn.kernels.triton.merge import merge_ranges_kernel
 from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
@@ -41,6 +41,17 @@ class DecodeStep:
     tiles: Decode
     ranges: torch.Tensor
     pieces: Pieces | None
+
+    @cached_property
+    def fixed(self) -> tuple[Fixed, Fixed]:
+        """Arguments of decode and of its merge, the same for every layer."""
+        return self.with_pieces(self.pieces)
+
+    def with_pieces(self, work: Pieces | None) -> tuple[Fixed, Fixed]:
+        """The same with another workspace."""
+        part_out, part_lse = (None, None) if work is None else work
+        shared = (self.source, self.req_rows, self.kv_start, self.kv_lens, self.ranges, part_out, part_lse)
+        return Fixed(*shared, self.source.stride(0)), Fixed(self.ranges, part_out, part_lse)
 
     @staticmethod
     def of(
@@ -79,26 +90,33 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
     launch(ranges_kernel, (tiles.num_ranges,), args, constexprs, num_warps=1, num_stages=1)
 
 
-def _decode_constexprs(
-    cache: Cache, heads: Heads, variant: Variant, tiles: Decode, write_lse: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    return {
-        "PAGE": cache.page, "SUB": sub_page(cache.run or cache.page, tiles.block_n), "GROUP": heads.group,
-        "D": heads.dim, "DV": heads.v_dim,
-        "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
-        "BLOCK_H": heads.block, "BLOCK_N": tiles.block_n,
-        "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
-        "HAS_SINKS": variant.sinks is not None, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
-        "UPCAST": upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide, "OVERLAP": tiles.overlap > 1,
-    }  # fmt: skip
+class _Layer:
+    """What a layer's launches have in common in every step."""
 
-
-def _merge_constexprs(heads: Heads, tiles: Decode, has_sinks: bool, write_lse: bool) -> dict[str, Any]:
-    return {
-        "DV": heads.v_dim, "BLOCK_DV": max(16, power_of_two(heads.v_dim)),
-        "BLOCK_S": min(16, power_of_two(tiles.num_ranges)), "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse,
-        "OVERLAP": tiles.overlap > 0,
-    }  # fmt: skip
+    def __init__(
+        self, cache: Cache, heads: Heads, variant: Variant, tiles: Decode, write_lse: bool, dtype: torch.dtype
+    ) -> None:
+        block_dv, has_sinks = max(16, power_of_two(heads.v_dim)), variant.sinks is not None
+        self.fixed = Fixed(
+            cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
+            *cache.k_strides, *cache.v_strides, *cache.scale_strides,
+            variant.scale, variant.cap or 0.0, variant.window or 0, heads.num_kv,
+        )  # fmt: skip
+        self.constexprs = {
+            "PAGE": cache.page, "SUB": sub_page(cache.run or cache.page, tiles.block_n),
+            "GROUP": heads.group, "D": heads.dim, "DV": heads.v_dim,
+            "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": block_dv,
+            "BLOCK_H": heads.block, "BLOCK_N": tiles.block_n,
+            "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
+            "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
+            "UPCAST": upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide, "OVERLAP": tiles.overlap > 1,
+        }  # fmt: skip
+        self.merge_constexprs = {
+            "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": min(16, power_of_two(tiles.num_ranges)),
+            "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "OVERLAP": tiles.overlap > 0,
+        }  # fmt: skip
+        self.options = {"launch_pdl": True} if tiles.overlap > 1 else {}
+        self.merge_options = {"launch_pdl": True} if tiles.overlap > 0 else {}
 
 
 def decode(
@@ -115,38 +133,22 @@ def decode(
 
     `work`: workspace in place of the step's, for layers with other heads.
     """
-    tiles, work = step.tiles, step.pieces if work is None else work
-    part_out, part_lse = (out, step.kv_lens) if work is None else work
-    has_sinks, write_lse = variant.sinks is not None, lse is not None
-    sinks = out if variant.sinks is None else variant.sinks
-    lse_arg = step.kv_lens if lse is None else lse
-    args = (
-        q, cache.k, cache.v, step.source, cache.slot_map, step.req_rows, step.kv_start, step.kv_lens,
-        step.ranges, cache.k_scale, cache.v_scale, sinks, out, lse_arg, part_out, part_lse,
-        q.stride(0), q.stride(1), *cache.k_strides, *cache.v_strides, step.source.stride(0),
-        out.stride(0), out.stride(1), lse_arg.stride(0),
-        *cache.scale_strides, variant.scale, variant.cap or 0.0, variant.window or 0, heads.num_kv,
-    )  # fmt: skip
-    key = (heads, tiles, write_lse, q.dtype)
-    made = cache.memo.get(key)
-    if made is None:
-        made = cache.memo[key] = (
-            _decode_constexprs(cache, heads, variant, tiles, write_lse, q.dtype),
-            _merge_constexprs(heads, tiles, has_sinks, write_lse),
-            {"launch_pdl": True} if tiles.overlap > 1 else {},
-            {"launch_pdl": True} if tiles.overlap > 0 else {},
-        )
-    constexprs, merge_constexprs, options, merge_options = made
+    tiles = step.tiles
+    key = (heads, tiles, lse is None, q.dtype)
+    layer = cache.memo.get(key)
+    if layer is None:
+        layer = cache.memo[key] = _Layer(cache, heads, variant, tiles, lse is not None, q.dtype)
+    own, merging = step.fixed if work is None else step.with_pieces(work)
+    out_t, out_h, lse_t = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
     launch(
-        decode_kernel, (tiles.num_ranges * decode_programs(heads),), args, constexprs,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
+        decode_kernel, (tiles.num_ranges * decode_programs(heads),),
+        (q, out, lse, variant.sinks, q.stride(0), q.stride(1), out_t, out_h, lse_t),
+        layer.constexprs, (own, layer.fixed),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **layer.options,
     )  # fmt: skip
     if tiles.split:
-        merge_args = (
-            step.ranges, part_out, part_lse, sinks, out, lse_arg, out.stride(0), out.stride(1),
-            lse_arg.stride(0), heads.num_q,
-        )  # fmt: skip
         launch(
-            merge_ranges_kernel, (tiles.num_ranges * heads.num_q,), merge_args, merge_constexprs,
-            num_warps=2, num_stages=2, **merge_options,
+            merge_ranges_kernel, (tiles.num_ranges * heads.num_q,),
+            (out, lse, variant.sinks, out_t, out_h, lse_t, heads.num_q),
+            layer.merge_constexprs, (merging,), num_warps=2, num_stages=2, **layer.merge_options,
         )  # fmt: skip

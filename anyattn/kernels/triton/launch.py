@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["DIRECT_VERSIONS", "Hook", "interpreting", "is_descriptor", "launch", "set_hook"]
+__all__ = ["DIRECT_VERSIONS", "Fixed", "Hook", "interpreting", "is_descriptor", "launch", "set_hook"]
 
 DIRECT_VERSIONS = ("3.6.",)
 """Triton versions whose `CompiledKernel.run` argument order was verified on a device."""
@@ -22,6 +22,7 @@ Hook = Callable[[Any, tuple[int, ...], Sequence[Any], dict[str, Any], dict[str, 
 
 _hook: Hook | None = None
 _compiled: dict[tuple[Any, ...], Any] = {}
+_numbers: dict[tuple[Any, ...], int] = {}
 _interpreting = bool(triton.knobs.runtime.interpret)  # read once: the knob looks at the environment
 _direct = triton.__version__.startswith(DIRECT_VERSIONS) and not _interpreting
 
@@ -58,6 +59,8 @@ def _lowered(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values.append(arg)
         if isinstance(arg, int):
             key.append((arg == 1) + 2 * (arg & 15 == 0) + 4 * (not -0x80000000 <= arg < 0x80000000))
+        elif arg is None or isinstance(arg, float):
+            key.append(type(arg))
         elif is_descriptor(arg):  # the launcher encodes it, address and all
             key += (arg.base.dtype, *arg.block_shape)
         else:
@@ -65,11 +68,28 @@ def _lowered(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return values, key
 
 
+class Fixed:
+    """Arguments that launches share, lowered once: a layer's, a step's.
+
+    Their tensors stay alive with it and must not move.
+    """
+
+    __slots__ = ("args", "key", "values")
+
+    def __init__(self, *args: Any) -> None:
+        values, key = _lowered(args)
+        self.args, self.values = args, values
+        self.key = _numbers.setdefault(tuple(key), len(_numbers))
+        """Equal for arguments that a kernel is specialised on alike."""
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
     args: Sequence[Any],
     constexprs: dict[str, Any],
+    fixed: Sequence[Fixed] = (),
+    /,
     *,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -81,23 +101,33 @@ def launch(
         args: the kernel's arguments in order, tensor descriptors among them; its constexprs come last in
             its signature.
         constexprs: by name, in signature order.
+        fixed: arguments between `args` and the constexprs.
         options: further compile options (`maxnreg`, …).
     """
-    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-    if _hook is not None and _hook(kernel, grid, args, constexprs, options):
-        return
-    if not _direct:
-        kernel[grid](*args, **constexprs, **options)
+    if _hook is not None or not _direct:
+        options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+        args = _all(args, fixed)
+        if _hook is None or not _hook(kernel, grid, args, constexprs, options):
+            kernel[grid](*args, **constexprs, **options)
         return
     device = torch.cuda.current_device()
     values, specialised = _lowered(args)
-    key = (kernel, device, *constexprs.values(), *options.values(), *specialised)
+    constants = tuple(constexprs.values())
+    key = (kernel, device, num_warps, num_stages, constants, *options.values(), *specialised)
+    for part in fixed:
+        values += part.values
+        key += (part.key,)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constexprs, **options)
+        options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+        _compiled[key] = kernel[grid](*_all(args, fixed), **constexprs, **options)
         return
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(
         x, y, z, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
-        None, None, None, *values, *constexprs.values(),
+        None, None, None, *values, *constants,
     )  # fmt: skip
+
+
+def _all(args: Sequence[Any], fixed: Sequence[Fixed]) -> tuple[Any, ...]:
+    return (*args, *(arg for part in fixed for arg in part.args))

@@ -59,7 +59,7 @@ def merge_kernel(
 
 @triton.jit
 def merge_ranges_kernel(
-    ranges, part_out, part_lse, sinks, out, lse, out_t, out_h, lse_t, num_heads,
+    out, lse, sinks, out_t, out_h, lse_t, num_heads, ranges, part_out, part_lse,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
