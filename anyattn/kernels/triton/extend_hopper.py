@@ -64,29 +64,37 @@ def _block(item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads
 
 
 @gluon.jit
-def _fetch_tile(desc, boxes, full, empty, stage, phase, table, slot_map, n, end, offset, column, page_rows,
-                head_row, none, PAGED: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
-                BOX: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """Copies of one tile of K or V, once its stage is free."""
-    COUNT: gl.constexpr = BLOCK_N // BOX
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), BLOCK_N * HALVES * 128)
+def _box_rows(table, slot_map, n, end, offset, page_rows, head_row, none,
+              PAGED: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
+    """First matrix rows of a tile's boxes. All entries are asked for before the first is used."""
+    if not PAGED:
+        return (offset + n,)
+    slots = ()
     for j in gl.static_range(COUNT):
-        row = offset + n
-        if PAGED:
-            at = n + j * BOX
-            slot = gl.load(table + at, mask=at < end, other=0)
-            if slot_map is not None:
-                slot = gl.load(slot_map + slot)
-            row = (slot // PAGE) * page_rows + slot % PAGE + head_row
-            row = gl.where(at < end, row, none)  # outside: zeros
+        at = n + j * BOX
+        slots = slots + (gl.load(table + at, mask=at < end, other=0),)  # noqa: RUF005
+    if slot_map is not None:
+        mapped = ()
+        for j in gl.static_range(COUNT):
+            mapped = mapped + (gl.load(slot_map + slots[j]),)  # noqa: RUF005
+        slots = mapped
+    rows = ()
+    for j in gl.static_range(COUNT):
+        row = (slots[j] // PAGE) * page_rows + slots[j] % PAGE + head_row
+        rows = rows + (gl.where(n + j * BOX < end, row, none),)  # noqa: RUF005 (outside: zeros)
+    return rows
+
+
+@gluon.jit
+def _fetch_tile(desc, boxes, full, empty, stage, phase, rows, column,
+                BYTES: gl.constexpr, HALVES: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
+    """Copies of one tile of K or V, once its stage is free."""
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    for j in gl.static_range(COUNT):
         for half in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(
-                desc,
-                [row, column + half * 64],
-                full.index(stage),
-                boxes.index((stage * HALVES + half) * COUNT + j),
-            )
+            box = boxes.index((stage * HALVES + half) * COUNT + j)
+            tma.async_copy_global_to_shared(desc, [rows[j], column + half * 64], full.index(stage), box)
 
 
 @gluon.jit
@@ -96,6 +104,8 @@ def _fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_
            GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr,
            BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     TOKENS: gl.constexpr = 128 // PACK
+    COUNT: gl.constexpr = BLOCK_N // BOX
+    BYTES: gl.constexpr = BLOCK_N * HALVES * 128
     step = 0
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _item(round_, num_items)
@@ -109,12 +119,26 @@ def _fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_
                 n = (tiles - 1 - i) * BLOCK_N
                 stage = step % STAGES
                 phase = (step // STAGES) % 2
-                _fetch_tile(k, k_boxes, k_full, k_empty, stage, phase, table, slot_map, n, end, offset,
-                            kv_head * k_h, page_rows, kv_head * head_rows, none,
-                            PAGED, PAGE, BLOCK_N, BOX, HALVES)  # fmt: skip
-                _fetch_tile(v, v_boxes, v_full, v_empty, stage, phase, table, slot_map, n, end, offset,
-                            kv_head * v_h, page_rows, kv_head * head_rows, none,
-                            PAGED, PAGE, BLOCK_N, BOX, HALVES)  # fmt: skip
+                rows = _box_rows(
+                    table,
+                    slot_map,
+                    n,
+                    end,
+                    offset,
+                    page_rows,
+                    kv_head * head_rows,
+                    none,
+                    PAGED,
+                    PAGE,
+                    BOX,
+                    COUNT,
+                )
+                _fetch_tile(
+                    k, k_boxes, k_full, k_empty, stage, phase, rows, kv_head * k_h, BYTES, HALVES, COUNT
+                )
+                _fetch_tile(
+                    v, v_boxes, v_full, v_empty, stage, phase, rows, kv_head * v_h, BYTES, HALVES, COUNT
+                )
                 step += 1
 
 
