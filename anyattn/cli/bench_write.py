@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,15 @@ def table_of(result: Any, *, facts: HostFacts | None = None, command: str = "") 
     """
     arch = facts.target if facts is not None else _arch(str(result.get("arch", "")))
     units = facts.num_units if facts is not None else None
-    return from_bench(result, arch=arch, command=command, units=units)
+    table = from_bench(result, arch=arch, command=command, units=units)
+    told = replace(table.provenance, command=_without_folders(table.provenance.command))
+    return replace(table, provenance=told)
+
+
+def _without_folders(command: str) -> str:
+    """Files by their names alone: a table is for others, whose folders are theirs."""
+    parts = command.split()
+    return " ".join(part.rpartition("/")[2] if part[:1] in "/~." else part for part in parts)
 
 
 def _arch(text: str) -> str:
@@ -81,7 +90,8 @@ def write_table(
     """
     table = table_of(result, facts=facts, command=command)
     target = Path(path)
-    if target.is_dir():
+    if target.is_dir() or str(path).endswith("/"):
+        target.mkdir(parents=True, exist_ok=True)
         target = target / file_name(table.provenance)
     if merge and target.exists():
         table = merge_tables(load_table(target), table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,10 +78,16 @@ def _bucket(entry: Mapping[str, Any]) -> Bucket | None:
         window=None if window is None else power_of_two(window),
     )  # fmt: skip
     return Bucket(
-        phase=_PHASES[step], shape=shape, page=cell["page"], layout=cell.get("layout", "NHD"),
+        phase=_PHASES[step], shape=shape, page=cell["page"], layout=_layout(entry["results"]),
         run=entry["mode"], requests=cell["batch"], kv_len=cell["prefix"] + cell["new"],
         new_tokens=cell["new"],
     )  # fmt: skip
+
+
+def _layout(results: Any) -> str:
+    """That most backends read; who reads another one had a pool of its own."""
+    found = Counter(str(r.get("layout", "NHD")) for r in results if r["kind"] == "backend")
+    return found.most_common(1)[0][0] if found else "NHD"
 
 
 def _times(results: Any) -> dict[str, Timing]:
