@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import anyattn
 from anyattn.api import host_facts
 from anyattn.bench.cells import Cell
 from anyattn.bench.engine import Timed, rates
@@ -34,10 +35,10 @@ def new_document(device: torch.device, commit: str | None = None) -> Document:
     libraries = {name: lib.version for name, lib in facts.libraries.items() if lib.version}
     return {
         "schema": SCHEMA,
-        "device": device_name(device),
+        "device": facts.device_name or device_name(device),
         "arch": facts.target,
         "units": facts.num_units,
-        "versions": libraries | versions(),
+        "versions": libraries | versions() | {"anyattn": anyattn.__version__},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "commit": _commit() if commit is None else commit,
         "command": shlex.join(["anyattn", *sys.argv[1:]]),
