@@ -13,13 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyattn.kernels.triton.descriptors import Matrices, Matrix
+from anyattn.kernels.triton.extend_hopper_fetch import fetch, item_of, row_block
 
 __all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel"]
 
@@ -28,118 +28,6 @@ OUTSIDE = 1 << 30
 
 # Named `barrier` from Triton 3.7 on.
 _threads_meet = getattr(gl, "thread_barrier", None) or gl.barrier
-
-
-@gluon.jit
-def _item(round_, num_items):
-    """Item of this program in a round: rounds run to and fro, as items get shorter."""
-    programs = gl.num_programs(0)
-    pid = gl.program_id(0)
-    return round_ * programs + gl.where(round_ % 2 == 0, pid, programs - 1 - pid)
-
-
-@gluon.jit
-def _block(item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads,
-           TOKENS: gl.constexpr, BLOCK_N: gl.constexpr):  # fmt: skip
-    """`(request, head block, first row, first token, tokens, prefix, last key + 1, tiles)` of an item."""
-    head_id = item % num_heads
-    block = num_blocks - 1 - item // num_heads
-    low = 0
-    high = num_requests
-    while low < high:
-        middle = (low + high) // 2
-        first = gl.load(query_offsets + middle) // TOKENS + middle
-        if first <= block:
-            low = middle + 1
-        else:
-            high = middle
-    b = low - 1
-    offset = gl.load(query_offsets + b)
-    extend = gl.load(query_offsets + b + 1) - offset
-    t0 = (block - (offset // TOKENS + b)) * TOKENS
-    prefix = gl.load(prefix_lens + b)
-    end = prefix + gl.minimum(t0 + TOKENS, extend)
-    tiles = gl.where(t0 < extend, (end + BLOCK_N - 1) // BLOCK_N, 0)
-    return b, head_id, offset, t0, extend, prefix, end, tiles
-
-
-@gluon.jit
-def _box_rows(table, slot_map, n, end, offset, page_rows, head_row, none,
-              PAGED: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
-    """First matrix rows of a tile's boxes. All entries are asked for before the first is used."""
-    if not PAGED:
-        return (offset + n,)
-    slots = ()
-    for j in gl.static_range(COUNT):
-        at = n + j * BOX
-        slots = slots + (gl.load(table + at, mask=at < end, other=0),)  # noqa: RUF005
-    if slot_map is not None:
-        mapped = ()
-        for j in gl.static_range(COUNT):
-            mapped = mapped + (gl.load(slot_map + slots[j]),)  # noqa: RUF005
-        slots = mapped
-    rows = ()
-    for j in gl.static_range(COUNT):
-        row = (slots[j] // PAGE) * page_rows + slots[j] % PAGE + head_row
-        rows = rows + (gl.where(n + j * BOX < end, row, none),)  # noqa: RUF005 (outside: zeros)
-    return rows
-
-
-@gluon.jit
-def _fetch_tile(desc, boxes, full, empty, stage, phase, rows, column,
-                BYTES: gl.constexpr, HALVES: gl.constexpr, COUNT: gl.constexpr):  # fmt: skip
-    """Copies of one tile of K or V, once its stage is free."""
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), BYTES)
-    for j in gl.static_range(COUNT):
-        for half in gl.static_range(HALVES):
-            box = boxes.index((stage * HALVES + half) * COUNT + j)
-            tma.async_copy_global_to_shared(desc, [rows[j], column + half * 64], full.index(stage), box)
-
-
-@gluon.jit
-def _fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
-           head_rows, none, num_requests, num_blocks, num_heads, num_items,
-           k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
-           GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr,
-           BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    TOKENS: gl.constexpr = 128 // PACK
-    COUNT: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = BLOCK_N * HALVES * 128
-    step = 0
-    for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(round_, num_items)
-        if item < num_items:
-            b, head_id, offset, _t0, _extend, _prefix, end, tiles = _block(
-                item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
-            )
-            kv_head = (head_id * PACK) // GROUP
-            table = source + gl.load(req_rows + b) * source_row
-            for i in range(tiles):
-                n = (tiles - 1 - i) * BLOCK_N
-                stage = step % STAGES
-                phase = (step // STAGES) % 2
-                rows = _box_rows(
-                    table,
-                    slot_map,
-                    n,
-                    end,
-                    offset,
-                    page_rows,
-                    kv_head * head_rows,
-                    none,
-                    PAGED,
-                    PAGE,
-                    BOX,
-                    COUNT,
-                )
-                _fetch_tile(
-                    k, k_boxes, k_full, k_empty, stage, phase, rows, kv_head * k_h, BYTES, HALVES, COUNT
-                )
-                _fetch_tile(
-                    v, v_boxes, v_full, v_empty, stage, phase, rows, kv_head * v_h, BYTES, HALVES, COUNT
-                )
-                step += 1
 
 
 @gluon.jit
@@ -222,9 +110,9 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
     ZERO_ROWS: gl.constexpr = 32
     step = 0
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
-        item = _item(round_, num_items)
+        item = item_of(round_, num_items)
         if item < num_items:
-            _b, head_id, offset, t0, extend, prefix, end, tiles = _block(
+            _b, head_id, offset, t0, extend, prefix, end, tiles = row_block(
                 item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
             )
             if tiles > 0:
@@ -374,7 +262,7 @@ def extend_hopper_kernel(
                 q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                 1, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
-            (_fetch, (
+            (fetch, (
                 k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
                 head_rows, none, num_requests, num_blocks, num_heads, num_items,
                 k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
