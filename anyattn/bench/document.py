@@ -41,12 +41,17 @@ def new_document(device: torch.device, commit: str | None = None) -> Document:
         "versions": libraries | versions() | {"anyattn": anyattn.__version__},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "commit": _commit() if commit is None else commit,
-        "command": shlex.join(["anyattn", *sys.argv[1:]]),
+        "command": shlex.join(["anyattn", *map(_without_folder, sys.argv[1:])]),
         "threads": torch.get_num_threads(),
         "limits": {},
         "cells": [],
         "left_out": [],
     }
+
+
+def _without_folder(argument: str) -> str:
+    """Where files lie is no part of a command that others repeat."""
+    return os.path.basename(argument) if os.path.isabs(argument) else argument
 
 
 def _commit() -> str:
