@@ -17,7 +17,9 @@ from anyattn.bench.contender import Contender, Entrant, NotHere
 from anyattn.bench.document import load, new_document, save
 from anyattn.bench.engine import DeviceLost, Options, time_cell
 from anyattn.bench.growth import Line, measure_growth, text
+from anyattn.bench.harness.candidate import Candidate
 from anyattn.bench.harness.limits import MachineLimits
+from anyattn.bench.harness.timers import CudaTimer
 from anyattn.bench.plot import plot
 from anyattn.bench.run import Budget, run_cells
 from anyattn.bench.scene import Field, copies_of, room_for
@@ -188,6 +190,37 @@ def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in found["rows"]:
         assert all(us > 0 for us in row["host_by_batch"]["us"] + row["device_by_context"]["us"])
     assert "torch_native" in text(found)
+
+
+class Replays(CudaTimer):
+    """A graph timer without a GPU: the second candidate can't be captured."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, graph=True)
+        self.asked: list[str] = []
+
+    def prepare(self, candidate: Candidate) -> None:
+        self.asked.append(candidate.name)
+        if len(self.asked) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def sample(self, candidate: Candidate, calls: int) -> float:
+        return 1e-3
+
+
+def test_whoever_cannot_be_captured_is_left_out_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = Replays()
+    monkeypatch.setattr(engine, "make_timer", lambda device, graph: timer if graph else None)
+    field = Field(DECODE, CPU)
+    scene = field.paged(16)
+    entrant = Entrant([lambda: field.q] * 2, scene)
+    timed = engine.Timed(DECODE, "graph", 2, None)
+    prepared = [(contender(name, None), entrant, 0.0) for name in ("a", "b", "c")]
+    engine._time(timed, prepared, CPU, QUICK)
+    assert timer.asked == ["a", "b", "c"]
+    assert [c.name for c, *_ in timed.results] == ["a", "c"]
+    assert timed.skipped[0][0] == "b"
+    assert "not under a graph: RuntimeError: operation not permitted" in timed.skipped[0][1]
 
 
 def test_shares_and_arguments_of_builders() -> None:
