@@ -60,7 +60,6 @@ def decode_kernel(
     k_base = k_cache + kv_head.to(tl.int64) * k_head
     v_base = v_cache + kv_head.to(tl.int64) * v_head
     logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
-    out_scale = tl.load(v_scale + kv_head * v_scale_h)
     base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
 
     while left > 0:
@@ -69,6 +68,8 @@ def decode_kernel(
         lo = at * BLOCK_N
         hi = tl.minimum(stop * BLOCK_N, length)
         first_seen = length - window
+        whole = (at == 0) & (stop == tiles)
+        left -= stop - at
 
         q_ptr = q + b.to(tl.int64) * q_t + heads[:, None] * q_h + offs_d[None, :]
         query = tl.load(q_ptr, mask=in_group[:, None] & (offs_d < D)[None, :], other=0.0)
@@ -106,13 +107,12 @@ def decode_kernel(
             qk = tl.where(seen[None, :], qk, float("-inf"))
             m, den, acc = softmax_tile(qk, value, m, den, acc, base2)
 
-        left -= stop - at
         row = tl.load(req_rows + b + 1, mask=left > 0, other=0).to(tl.int32)
         start, length = listed(kv_start, kv_lens, b + 1, left > 0, window, SUB, HAS_WINDOW)
+        out_scale = tl.load(v_scale + kv_head * v_scale_h)
         acc = acc * (out_scale / tl.where(den == 0.0, 1.0, den))[:, None]
         natural = (m + tl.log2(den)) * 0.6931471805599453
         natural = tl.where(den == 0.0, float("-inf"), natural)
-        whole = (at == 0) & (stop == tiles)
         if SPLIT:
             piece = (r + b).to(tl.int64) * (kv_heads * GROUP) + heads
             tl.store(part_lse + piece, natural, mask=in_group & (whole == 0))
@@ -125,7 +125,7 @@ def decode_kernel(
         tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=store_out & whole)
         if WRITE_LSE:
             tl.store(lse + b * lse_t + heads, natural, mask=in_group & whole)
-        at = left * 0
+        at *= 0
         b += 1
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

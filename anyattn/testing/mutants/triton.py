@@ -32,11 +32,11 @@ MUTANTS = (
     Mutant(
         name="sink in every split",
         where=_DECODE,
-        old="        whole = (at == 0)",
+        old="        if SPLIT:",
         new="        if HAS_SINKS and SPLIT:\n"
         "            sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32)\n"
         "            acc, natural = apply_sink(acc, natural, sink)\n"
-        "        whole = (at == 0)",
+        "        if SPLIT:",
         names=("sinks",),
     ),
     Mutant(
@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         name="the second request of a range begins where the first did",
         where=_DECODE,
-        old="at = left * 0",
-        new="at = at",
+        old="at *= 0",
+        new="at *= 1",
         names=("decode", "edge"),
     ),
     Mutant(

@@ -213,7 +213,8 @@ RDNA3_WIDE_GROUP = {
     "walks from request to request finds no room"
 }
 BETWEEN_REQUESTS = dict.fromkeys(
-    ("sm_80", "sm_120"), "two registers of what walks from request to request, for a third block per SM"
+    ("sm_80", "sm_89", "sm_120"),
+    "two registers of what is needed between requests alone, so that a block more fits on an SM",
 )
 
 _WIDE_GROUP = Shape(q_heads=64, kv_heads=1)
@@ -244,10 +245,10 @@ ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128-fp8", shape=Shape(fp8=True)),
     _decode("decode/d256-fp8", shape=replace(_PLAIN_256, fp8=True)),
     _decode("decode/d128-float32", shape=_FLOAT32, spills=BETWEEN_REQUESTS),
-    _decode("decode/d256-float32", shape=_FLOAT32_256, spills=RDNA_WIDE_FLOAT32),
+    _decode("decode/d256-float32", shape=_FLOAT32_256, spills={**RDNA_WIDE_FLOAT32, **BETWEEN_REQUESTS}),
     attention_entry("ranges/64-requests", "ranges_kernel", Shape()),
     attention_entry("ranges/one-request-window", "ranges_kernel", Shape(batch=1, window=1024)),
-    attention_entry("merge/d128", "merge_ranges_kernel", Shape(batch=1)),
+    attention_entry("merge/d128", "merge_ranges_kernel", Shape(batch=1), spills=BETWEEN_REQUESTS),
     _extend("extend/d128", shape=Shape(new=512)),
     _extend("extend/d128-paged", shape=Shape(new=512, direct=False)),
     _extend("extend/d128-paged-small-pool-hnd-float16", shape=replace(_SMALL_HND, new=512, direct=False)),
