@@ -70,7 +70,7 @@ def extend(heads: int, new: int, mask: bool, target: Target, tiles: MLATiles | N
 _ALL = tuple(TARGETS)
 _TWICE = "WMMA of RDNA 3 wants operands twice, and a row of latents is 512: the smallest spill that was found"
 _CONVERTED = "a tile is converted in registers: the smallest spill that was found"
-_FEW = "16 bytes: an accumulator of 64 x 512 leaves no register"
+_FEW = "56 bytes: an accumulator of 64 x 512 leaves no register"
 
 
 def _entry(

@@ -1,5 +1,5 @@
 """Tiles of latent attention. A row of a tile is one head of one token, and its accumulator the whole rank, so
-few rows fit; chosen from compiler reports (registers, spills, shared memory), not measured.
+few rows fit; sm90's were measured, others chosen from compiler reports (registers, spills, shared memory).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RDNA = ("gfx1100", "gfx1151", "gfx1200", "gfx1201")
 class MLARow:
     """Blocks of `block_rows` query rows by `tile.block_n` latents.
 
-    `min_rows`, `max_rows`: query rows of the longest request; `min_itemsize`: bytes of a stored element.
+    `min_rows`, `max_rows`: query rows of the longest request; the item sizes: bytes of a stored element.
     `form`: `portable`, or one of Hopper's kernels (`mla_hopper_launch.mla_forms`), of which `keys` decodes.
     `programs_per_unit`: how many run on an SM at once, which is what splits fill.
     """
@@ -34,6 +34,7 @@ class MLARow:
     min_rows: int = 1
     max_rows: int = 1 << 30
     min_itemsize: int = 1
+    max_itemsize: int = 4
     form: str = "portable"
     programs_per_unit: int = 1
     evidence: str = "compiler reports only"
@@ -52,8 +53,42 @@ class MLATiles:
 
 
 MLA = (
-    # 64 rows are what wgmma takes; with fp8 latents to convert they spill 300 bytes.
-    MLARow(architectures=_SM90, min_rows=33, min_itemsize=2, block_rows=64, tile=Tile(32, 8, 3)),
+    MLARow(
+        architectures=_SM90,
+        max_rows=16,
+        min_itemsize=2,
+        form="keys",
+        block_rows=16,
+        tile=Tile(64, 4, 2),
+        evidence="H200, 2026-11-29, 128 x 4k, 16 heads: 4,094 GB/s; 8 warps 3,969, FlashMLA 4,057",
+    ),
+    # Converted latents are held in registers: four warps spill.
+    MLARow(architectures=_SM90, max_rows=16, form="keys", block_rows=16, tile=Tile(64, 8, 2)),
+    MLARow(
+        architectures=_SM90,
+        form="rows",
+        block_rows=64,
+        tile=Tile(64, 8, 2),
+        evidence="H200, 2026-11-29, 64 x 8k, 128 heads: 453 TFLOP/s; FlashMLA 660",
+    ),
+    # Where those don't run. With fp8 latents to convert, 64 rows spill.
+    MLARow(
+        architectures=_SM90,
+        min_rows=17,
+        min_itemsize=2,
+        max_itemsize=2,
+        block_rows=64,
+        tile=Tile(64, 8, 2),
+        evidence="the same: 278 TFLOP/s; 64 x 32, 3 stages: 233; 32 x 32: 106",
+    ),
+    MLARow(
+        architectures=_SM90,
+        min_itemsize=2,
+        max_itemsize=2,
+        block_rows=16,
+        tile=Tile(64, 4, 3),
+        evidence="the same: 4,000 GB/s; 16 x 32: 3,039, two of them an SM: 3,891",
+    ),
     MLARow(architectures=(*_SM90, *_LARGE), min_rows=17, block_rows=32, tile=Tile(32, 8, 3)),
     MLARow(architectures=(*_SM90, *_LARGE), block_rows=16, tile=Tile(32, 4, 3)),
     MLARow(architectures=_SMALL, min_rows=17, block_rows=32, tile=Tile(16, 8, 2)),
@@ -76,7 +111,10 @@ def choose_mla(
     `forms`: kernels that take the layer's sizes.
     """
     for row in MLA:
-        fits = row.min_rows <= power_of_two(rows) <= row.max_rows and itemsize >= row.min_itemsize
+        fits = (
+            row.min_rows <= power_of_two(rows) <= row.max_rows
+            and row.min_itemsize <= itemsize <= row.max_itemsize
+        )
         allowed = row.form in forms and (decode or row.form != "keys")
         if arch in row.architectures and fits and allowed:
             return _tiles(row)

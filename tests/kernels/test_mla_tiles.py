@@ -1,0 +1,51 @@
+"""Who gets which latent tiles."""
+
+import pytest
+
+pytest.importorskip("triton", reason="the portable extra isn't installed")
+
+from anyattn.kernels.triton.configs.mla import MLA, choose_mla, choose_splits
+
+HOPPER = ("portable", "rows", "keys")
+
+
+@pytest.mark.parametrize(
+    ("rows", "itemsize", "forms", "decode", "form", "block_rows"),
+    [
+        (16, 2, HOPPER, True, "keys", 16),
+        (1, 1, HOPPER, True, "keys", 16),
+        (16, 2, HOPPER, False, "rows", 64),
+        (17, 2, HOPPER, True, "rows", 64),
+        (128, 1, HOPPER, True, "rows", 64),
+        (128, 2, ("portable",), True, "portable", 64),
+        (16, 2, ("portable",), True, "portable", 16),
+        (128, 1, ("portable",), True, "portable", 32),
+        (128, 4, ("portable",), True, "portable", 32),
+    ],
+)
+def test_hopper(
+    rows: int, itemsize: int, forms: tuple[str, ...], decode: bool, form: str, block_rows: int
+) -> None:
+    tiles = choose_mla(rows, itemsize, "sm90", forms, decode=decode)
+    assert (tiles.form, tiles.block_rows) == (form, block_rows)
+
+
+def test_four_warps_hold_what_they_convert_only_where_nothing_is_converted() -> None:
+    assert choose_mla(16, 2, "sm90", HOPPER).num_warps == 4
+    assert choose_mla(16, 1, "sm90", HOPPER).num_warps == 8
+
+
+@pytest.mark.parametrize("arch", sorted({arch for row in MLA for arch in row.architectures} - {"sm90"}))
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 1 << 20])
+def test_everybody_else_is_portable(arch: str, rows: int) -> None:
+    for itemsize in (1, 2, 4):
+        tiles = choose_mla(rows, itemsize, arch, HOPPER)
+        assert tiles.form == "portable"
+        assert tiles.block_rows <= max(16, 2 * rows)
+
+
+def test_splits_fill_what_runs_at_once() -> None:
+    assert choose_splits(128, 4096, 64, 132) == 1
+    assert choose_splits(1, 8192, 64, 132) == 64
+    assert choose_splits(16, 65536, 64, 132) == 8
+    assert choose_splits(4, 64, 64, 132) == 1
