@@ -34,9 +34,9 @@ def build_here(cells: Sequence[Cell], device: torch.device, options: Options) ->
 
 
 def build_all(cells: Sequence[Cell], processes: int, arguments: Sequence[str], options: Options) -> None:
-    """`anyattn bench --build-only` with the same arguments, once for each share, at the same time."""
+    """`anyattn bench --build-here` with the same arguments, once for each share, at the same time."""
     started = time.monotonic()
-    command = [sys.executable, "-m", "anyattn.cli.main", *arguments, "--build-only", "--cells"]
+    command = [sys.executable, "-m", "anyattn.cli.main", *arguments, "--build-here", "--cells"]
     running = [
         subprocess.Popen([*command, ",".join(cell.name for cell in share)], stdout=subprocess.DEVNULL)
         for share in shares(cells, processes)

@@ -67,7 +67,7 @@ def _why_not(candidate: Candidate, degraded: bool) -> str | None:
     """None: it takes part. Empty: it isn't made for this."""
     verdict = candidate.verdict
     if isinstance(verdict, Degraded):
-        return None if degraded else f"degraded: {verdict.reason.asked}"
+        return None if degraded else f"degraded: {verdict.reason.allowed}"
     if not isinstance(verdict, Rejected):
         return None
     reasons = [r for r in verdict.reasons if r.code is not ReasonCode.NO_JOINT_LAYOUT]

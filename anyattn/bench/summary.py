@@ -180,8 +180,11 @@ def head(document: Mapping[str, Any]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def cell_text(entry: Entry) -> str:
-    """A block: everybody who was timed, the fastest first, and who wasn't."""
+def cell_text(entry: Entry, told: set[tuple[str, str]] | None = None) -> str:
+    """A block: everybody who was timed, the fastest first, and who wasn't.
+
+    `told`: who was said to be missing already, and why; is added to.
+    """
     cell = entry["cell"]
     lines = [f"{cell['name']}  {entry['mode']}, {entry['copies']} copies"]
     ranked = sorted(entry["results"], key=lambda result: float(result["median_s"]))
@@ -196,7 +199,10 @@ def cell_text(entry: Entry) -> str:
             f" {mark}{name:46}{result['median_s'] * 1e6:>11.1f} us {100 * result['spread']:>6.1f}% "
             f"{rate:>14} {100 * result.get('of_limit', 0):>4.0f}% {over:>7.3f}{note}"
         )
-    lines += [f"  - {skipped['name']}: {skipped['why']}" for skipped in entry["skipped"]]
+    told = set() if told is None else told
+    missing = [(skipped["name"], skipped["why"]) for skipped in entry["skipped"]]
+    lines += [f"  - {name}: {why}" for name, why in missing if (name, why) not in told]
+    told.update(missing)
     return "\n".join(lines)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "device_of", "run"]
 
 _LOST = 3
+_BUILDERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--build", type=int, metavar="N", help="compile kernels first, in N processes (outside of --minutes)"
     )
-    how.add_argument(
-        "--build-only", action="store_true", help="compile kernels in this process, time nothing"
-    )
+    how.add_argument("--build-only", action="store_true", help="compile kernels, time nothing")
+    how.add_argument("--build-here", action="store_true", help=argparse.SUPPRESS)  # one of those processes
     how.add_argument("--resume", action="store_true", help="go on with the result in --json FILE")
     what = parser.add_argument_group("what comes out")
     what.add_argument(
@@ -106,16 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_list(cells, as_json=args.json is not None)
         return 0
-    if args.build_only:
-        from anyattn.bench.build import build_here
-
-        build_here(cells, device, _options(args, device))
-        return 0
-    if args.build:
-        from anyattn.bench.build import build_all
-
-        build_all(cells, max(1, args.build), _without(sys.argv[1:], "--build"), _options(args, device))
-    return _measure(args, cells, device)
+    if args.build_here or args.build_only or args.build:
+        _build(args, cells, device)
+    return 0 if args.build_here or args.build_only else _measure(args, cells, device)
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
@@ -181,6 +174,17 @@ def _options(args: argparse.Namespace, device: torch.device) -> Options:
     )  # fmt: skip
 
 
+def _build(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device) -> None:
+    from anyattn.bench.build import build_all, build_here
+
+    options = _options(args, device)
+    if args.build_here:
+        build_here(cells, device, options)
+        return
+    same = [part for part in _without(sys.argv[1:], "--build") if part != "--build-only"]
+    build_all(cells, max(1, args.build or _BUILDERS), same, options)
+
+
 def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device) -> int:
     from anyattn.bench.document import load
     from anyattn.bench.engine import DeviceLost
@@ -191,11 +195,12 @@ def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devi
     known = load(path) if args.resume and path and os.path.exists(path) else None
     budget = Budget.of_minutes(args.minutes)
     quiet = args.json == "-" or args.defaults
+    told: set[tuple[str, str]] = set()
     try:
         document = run_cells(
             cells, device, _options(args, device),
             budget=budget, path=path, document=known, commit=args.commit,
-            show=(lambda _: None) if quiet else lambda entry: print(cell_text(entry), flush=True),
+            show=(lambda _: None) if quiet else lambda entry: print(cell_text(entry, told), flush=True),
         )  # fmt: skip
     except DeviceLost as lost:
         to_stderr(f"the device failed: {lost}")
@@ -237,7 +242,8 @@ def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: boo
         print("\n".join([*head(document), *lines]))
     else:
         if not measured:
-            print("\n".join(cell_text(entry) for entry in document["cells"]))
+            told: set[tuple[str, str]] = set()
+            print("\n".join(cell_text(entry, told) for entry in document["cells"]))
         print(f"\n{summary(document)}")
     if args.json not in (None, "-") and not measured:
         save(document, args.json)
