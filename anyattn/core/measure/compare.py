@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ def noise(a: Timing, b: Timing) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One backend's time over another's: geometric mean, extremes, mean noise, number of buckets."""
+    """One backend's time over another's: geometric mean, extremes, median noise, number of buckets."""
 
     ratio: float
     lowest: float
@@ -49,7 +50,7 @@ def compare(one: str, other: str, entries: Iterable[Times]) -> Comparison | None
         return None
     ratios = [a.seconds / b.seconds for a, b in pairs]
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-    spread = math.fsum(noise(a, b) for a, b in pairs) / len(pairs)
+    spread = statistics.median(noise(a, b) for a, b in pairs)
     return Comparison(mean, min(ratios), max(ratios), spread, len(ratios))
 
 
