@@ -9,8 +9,8 @@ from typing import Any
 
 from anyattn.bench.peers_flash import SGLANG, VLLM
 
-__all__ = ["CHOICE", "ROUTED", "Spread", "against_peers", "cell_text", "describe", "head", "policies",
-           "policy_times", "replay", "summary"]  # fmt: skip
+__all__ = ["CHOICE", "ROUTED", "Spread", "against_peers", "cell_text", "describe", "group_of", "grouped",
+           "head", "policies", "policy_times", "replay", "summary", "times_of"]  # fmt: skip
 
 Entry = Mapping[str, Any]
 
@@ -39,7 +39,8 @@ class Spread:
         return f"geometric mean {self.mean:.3f}, worst {self.worst:.3f} ({self.where}), {self.count} cells"
 
 
-def _times(entry: Entry, kind: str, *, counting: bool = True) -> dict[str, float]:
+def times_of(entry: Entry, kind: str, *, counting: bool = True) -> dict[str, float]:
+    """Median seconds by name of backends or peers; `counting`: only of those that are compared."""
     return {
         r["name"]: r["median_s"]
         for r in entry["results"]
@@ -47,7 +48,7 @@ def _times(entry: Entry, kind: str, *, counting: bool = True) -> dict[str, float
     }
 
 
-def _group(entry: Entry) -> str:
+def group_of(entry: Entry) -> str:
     """What is averaged together: workload and mode, and what decides how fast anybody can be."""
     cell = entry["cell"]
     parts = [cell["workload"]]
@@ -60,7 +61,8 @@ def _group(entry: Entry) -> str:
     return f"{' '.join(parts)}, {entry['mode']}"
 
 
-def _grouped(entries: Iterable[Entry], group: Callable[[Entry], str]) -> dict[str, list[Entry]]:
+def grouped(entries: Iterable[Entry], group: Callable[[Entry], str]) -> dict[str, list[Entry]]:
+    """Entries with results, by group, in order of appearance."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         if entry["results"]:
@@ -81,11 +83,11 @@ def against_peers(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
     Above 1: faster than all of them, or than all calls of that library.
     """
     found: dict[str, dict[str, Spread]] = {}
-    for group, members in _grouped(entries, _group).items():
+    for group, members in grouped(entries, group_of).items():
         ratios: dict[str, dict[str, float]] = {}
         for entry in members:
-            families = _families(_times(entry, "peer"))
-            for name, seconds in _times(entry, "backend").items():
+            families = _families(times_of(entry, "peer"))
+            for name, seconds in times_of(entry, "backend").items():
                 for family, best in families.items():
                     key = name if not family else f"{name} / {family}"
                     ratios.setdefault(key, {})[_label(entry)] = best / seconds
@@ -110,7 +112,7 @@ def _families(peers: Mapping[str, float]) -> dict[str, float]:
 
 def policy_times(entry: Entry) -> dict[str, float]:
     """Policy -> seconds of what it runs in this cell, for those that have something."""
-    backends, peers = _times(entry, "backend"), _times(entry, "peer")
+    backends, peers = times_of(entry, "backend"), times_of(entry, "peer")
     found: dict[str, float] = {}
     if entry.get("choice") in backends:
         found[CHOICE] = backends[entry["choice"]]
@@ -128,13 +130,14 @@ def policy_times(entry: Entry) -> dict[str, float]:
 def policies(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
     """Phase -> "ours against theirs" -> their time over ours, for both of ours and each of the others."""
     found: dict[str, dict[str, Spread]] = {}
-    for phase, members in _grouped(entries, _phase).items():
+    for phase, members in grouped(entries, _phase).items():
         ratios: dict[str, dict[str, float]] = {}
         for entry in members:
             times = policy_times(entry)
             for ours in (CHOICE, ROUTED):
-                for other in (name for name in times if ours in times and name not in (CHOICE, ROUTED)):
-                    key = f"{ours} against {other}"
+                others = [name for name in times if ours in times and name not in (CHOICE, ours)]
+                for other in others if ours == CHOICE else [name for name in others if name != ROUTED]:
+                    key = f"{ours} / {other.removeprefix('anyattn, ')}"
                     ratios.setdefault(key, {})[_label(entry)] = times[other] / times[ours]
         if ratios:
             found[phase] = {key: Spread.of(values) for key, values in sorted(ratios.items())}
@@ -156,7 +159,7 @@ def replay(entries: Sequence[Entry]) -> dict[str, float]:
     steps = [entry for entry in entries if entry["cell"]["workload"] == "chat" and entry["results"]]
     totals: dict[str, list[float]] = {}
     for entry in steps:
-        times = _times(entry, "backend") | _times(entry, "peer") | policy_times(entry)
+        times = times_of(entry, "backend") | times_of(entry, "peer") | policy_times(entry)
         for name, seconds in times.items():
             totals.setdefault(name, []).append(seconds * entry["cell"].get("weight", 1.0))
     return {name: sum(parts) for name, parts in totals.items() if len(parts) == len(steps)}

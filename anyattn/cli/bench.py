@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyattn.cli.bench_write import add_write_arguments
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--out", dest="json", metavar="FILE", help="the same")
     what.add_argument("--plot", metavar="FILE", help="a roofline: .svg, or .png with matplotlib")
+    what.add_argument("--markdown", metavar="FILE", help="tables for a page of documentation")
     what.add_argument("--defaults", action="store_true", help="print policies only: ours, SGLang's, vLLM's")
     what.add_argument("--growth", action="store_true", help="time the preparation of steps instead")
     add_write_arguments(parser)
@@ -247,6 +249,10 @@ def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: boo
         print(f"\n{summary(document)}")
     if args.json not in (None, "-") and not measured:
         save(document, args.json)
+    if args.markdown:
+        from anyattn.bench.markdown import markdown
+
+        Path(args.markdown).write_text(markdown(document), encoding="utf-8")
     if args.plot:
         plot(document, args.plot)
     if args.write:

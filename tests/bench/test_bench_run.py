@@ -145,10 +145,11 @@ def test_ratios_policies_and_replay() -> None:
     assert (a.count, a.worst, a.where) == (2, 0.25, "y graph")
     assert a.mean == pytest.approx((1.5 * 0.25) ** 0.5)
     rows = policies(entries)["decode, graph"]
-    assert rows[f"{CHOICE} against vLLM's default"].mean == pytest.approx((2.0 * 0.5) ** 0.5)
-    assert rows[f"{CHOICE} against SGLang's default"].count == 1
-    assert rows["anyattn, best backend of this run against vLLM's default"].worst == 1.0
-    assert rows[f"{CHOICE} against best of all"].worst == 0.25
+    assert rows[f"{CHOICE} / vLLM's default"].mean == pytest.approx((2.0 * 0.5) ** 0.5)
+    assert rows[f"{CHOICE} / SGLang's default"].count == 1
+    assert rows["anyattn, best backend of this run / vLLM's default"].worst == 1.0
+    assert rows[f"{CHOICE} / best backend of this run"].worst == 0.5
+    assert rows[f"{CHOICE} / best of all"].worst == 0.25
     chat = [entry("s", {"a": 2.0, "b": 3.0}, workload="chat", weight=10.0),
             entry("t", {"a": 1.0}, workload="chat", weight=5.0)]  # fmt: skip
     day = replay(chat)
@@ -266,6 +267,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert CHOICE in capsys.readouterr().out
     assert main(["bench", "--from", str(out), "--plot", str(tmp_path / "roof.svg")]) == 0
     assert (tmp_path / "roof.svg").exists()
+    page = tmp_path / "page.md"
+    assert main(["bench", "--from", str(out), "--markdown", str(page)]) == 0
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| decode-2x20")]
+    assert len(rows) == 1
+    assert rows[0].count("**") == 2, "the fastest that counts is in bold"
     assert main([*base, "--resume"]) == 2
     assert main([*base, "--workloads", "prefil"]) == 2
     assert main(["bench", "--device", "npu"]) == 2
