@@ -8,6 +8,7 @@ rows and keeps two products in flight, so that the softmax of one tile runs besi
 # ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from anyattn.kernels.triton.descriptors import Matrices, Matrix
 from anyattn.kernels.triton.extend_hopper_fetch import fetch, item_of, row_block
 
-__all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel"]
+__all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel", "query_boxes"]
 
 OUTSIDE = 1 << 30
 """A row past the end of any matrix: copies of it are zeros."""
@@ -57,7 +58,11 @@ def _logits(s, n, last, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexp
         doubled = gl.exp2(s * (scale / cap * 2.8853900817779268))
         s = (cap * 1.4426950408889634) * (1.0 - 2.0 / (doubled + 1.0))
     if MASKED:
-        column = n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+        # Read here: comparisons made while the scores are computed would be kept as bits and unpacked.
+        last = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [last - n], dtype=gl.int32, is_pure=False, pack=1
+        )
+        column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
         seen = gl.expand_dims(column, 0) <= gl.expand_dims(last, 1)
         s = gl.where(seen, s, float("-inf"))
     return s
@@ -97,9 +102,9 @@ def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v
 
 
 @gluon.jit
-def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h, lse_t,
+def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t,
              k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
-             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+             q_all, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
              PART: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
              HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr):  # fmt: skip
@@ -109,6 +114,7 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     ZERO_ROWS: gl.constexpr = 32
     step = 0
+    begun = 0
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
@@ -117,19 +123,6 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
             )
             if tiles > 0:
                 kv_head = (head_id * PACK) // GROUP
-                rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
-                token = t0 + rows // PACK
-                valid = gl.expand_dims(token < extend, 1)
-                heads = head_id * PACK + rows % PACK
-                offs_d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
-                row = gl.expand_dims((offset + token).to(gl.int64), 1)
-                query = gl.load(
-                    q + row * q_t + gl.expand_dims(heads, 1) * q_h + offs_d, mask=valid, other=0.0
-                )
-                q_smem.store(query)
-                fence_async_shared()
-                _threads_meet()
-
                 logit_scale = scale
                 value_scale = 1.0
                 if PAGED:
@@ -147,6 +140,9 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
                 stage = step % STAGES
                 phase = (step // STAGES) % 2
                 n = (tiles - 1) * BLOCK_N
+                q_at = begun % 2
+                q_smem = q_all.index(q_at * 2 + PART)
+                mbarrier.wait(q_full.index(q_at), (begun // 2) % 2)
                 mbarrier.wait(k_full.index(stage), phase)
                 none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
                 scores = warpgroup_mma(
@@ -209,15 +205,29 @@ def _compute(q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q
                             lse + (offset + s_token).to(gl.int64) * lse_t + s_heads, natural, mask=s_valid
                         )
                 acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
-                q_smem.store(acc.to(q.dtype.element_ty))
+                # Through the queries' place, which nobody needs any more, so that rows are stored whole.
+                q_smem.store(acc.to(out.dtype.element_ty))
                 result = q_smem.load(Q_LAYOUT)
-                gl.store(out + row * out_t + gl.expand_dims(heads, 1) * out_h + offs_d, result, mask=valid)
+                fence_async_shared()
+                _threads_meet()
+                mbarrier.arrive(q_empty.index(q_at), count=1)
+                begun += 1
+                rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
+                token = t0 + rows // PACK
+                row = gl.expand_dims((offset + token).to(gl.int64), 1)
+                heads = gl.expand_dims(head_id * PACK + rows % PACK, 1)
+                columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
+                gl.store(
+                    out + row * out_t + heads * out_h + columns,
+                    result,
+                    mask=gl.expand_dims(token < extend, 1),
+                )
 
 
 @gluon.jit
 def extend_hopper_kernel(
     q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, k_scale, v_scale, sinks, out, lse,
-    q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
+    k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
     scale, cap, num_requests, num_blocks, num_heads, num_items,
     PAGE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
@@ -225,22 +235,30 @@ def extend_hopper_kernel(
 ):  # fmt: skip
     """As `extend_tma_kernel`, with D = Dv, no window, and a grid of any size: one program an SM.
 
-    `k`, `v`: descriptors of boxes `[BOX, 64]`; PAGED: BOX consecutive tokens lie in consecutive slots.
+    `q`: a descriptor of boxes `[64 / PACK, PACK, 64]`. `k`, `v`: of boxes `[BOX, 64]`; PAGED: BOX consecutive
+    tokens lie in consecutive slots.
     `none`: a row past the end of both matrices.
     """
     HALVES: gl.constexpr = D // 64
     BOXES: gl.constexpr = STAGES * HALVES * (BLOCK_N // BOX)
     dtype: gl.constexpr = k.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [2, 64, D], LAYOUT)
+    # Two sets of queries, a half for each warpgroup.
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64, D], LAYOUT)
+    q_boxes = q_smem._reinterpret(dtype, [4 * HALVES, 64 // PACK, PACK, 64], gl.NVMMASharedLayout(128, 16, 3))
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
     k_boxes = k_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
     v_boxes = v_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -251,21 +269,21 @@ def extend_hopper_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h,
-                lse_t, k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
-                q_smem.index(0), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
+                v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 0, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (_compute, (
-                q, out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, q_t, q_h, out_t, out_h,
-                lse_t, k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
-                q_smem.index(1), k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
+                v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 1, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (fetch, (
-                k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
-                head_rows, none, num_requests, num_blocks, num_heads, num_items,
-                k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+                q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h,
+                page_rows, head_rows, none, num_requests, num_blocks, num_heads, num_items,
+                q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
             )),
         ],
@@ -275,10 +293,19 @@ def extend_hopper_kernel(
 
 
 def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Gluon's descriptors of boxes `[rows, 64]`: half a head of 128."""
+    """Descriptors of boxes `[rows, 64]`: half a head of 128."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def make(x: Matrix) -> TensorDescriptor:
         return TensorDescriptor(x.storage, [x.rows, x.width], [x.stride, 1], [rows, 64], layout)
 
     return kv.described(("gluon", rows), make)
+
+
+def query_boxes(q: torch.Tensor, pack: int) -> TensorDescriptor | None:
+    """A descriptor of half the columns of a warpgroup's 64 rows, or None where q's strides forbid it."""
+    size = q.element_size()
+    if q.data_ptr() % 16 or q.stride(0) * size % 16 or q.stride(1) * size % 16 or q.stride(2) != 1:
+        return None
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // pack, pack, 64], layout)

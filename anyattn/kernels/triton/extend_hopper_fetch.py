@@ -78,21 +78,41 @@ def _fetch_tile(desc, boxes, full, empty, stage, phase, rows, column,
 
 
 @gluon.jit
-def fetch(k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
+def _fetch_queries(q, boxes, full, empty, begun, token, head, TOKENS: gl.constexpr, HALVES: gl.constexpr):
+    """Rows of both warpgroups. Those past the request's end are another's: nothing is stored of them."""
+    at = begun % 2
+    mbarrier.wait(empty.index(at), (begun // 2) % 2 ^ 1)
+    mbarrier.expect(full.index(at), 128 * HALVES * 128)
+    for part in gl.static_range(2):
+        for half in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(
+                q, [token + part * (TOKENS // 2), head, half * 64], full.index(at),
+                boxes.index((at * 2 + part) * HALVES + half),
+            )  # fmt: skip
+
+
+@gluon.jit
+def fetch(q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
            head_rows, none, num_requests, num_blocks, num_heads, num_items,
-           k_boxes, v_boxes, k_full, k_empty, v_full, v_empty,
+           q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
            GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr,
            BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     TOKENS: gl.constexpr = 128 // PACK
     COUNT: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * HALVES * 128
     step = 0
+    begun = 0
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
-            b, head_id, offset, _t0, _extend, _prefix, end, tiles = row_block(
+            b, head_id, offset, t0, _extend, _prefix, end, tiles = row_block(
                 item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
             )
+            if tiles > 0:
+                _fetch_queries(
+                    q, q_boxes, q_full, q_empty, begun, offset + t0, head_id * PACK, TOKENS, HALVES
+                )
+                begun += 1
             kv_head = (head_id * PACK) // GROUP
             table = source + gl.load(req_rows + b) * source_row
             for i in range(tiles):

@@ -234,7 +234,7 @@ def _by_hand(call: _Call) -> bool:
         or call.variant.window is not None
         or heads.dim != heads.v_dim
         or heads.dim not in HOPPER_DIMS
-        or config.block_m % heads.group
+        or config.block_m // 2 % heads.group
     ):
         return False
     run = call.cache.run or call.cache.page
@@ -242,14 +242,17 @@ def _by_hand(call: _Call) -> bool:
     kv = None if box < MIN_BOX else _matrices(call, box)
     if kv is None:
         return False
-    q, cache, step, out = call.q, call.cache, call.step, call.out
+    cache, step, out = call.cache, call.step, call.out
     pack, num_blocks, num_heads = call.blocks(config.block_m)
+    q = hopper.query_boxes(call.q, pack)
+    if q is None:
+        return False
     items = num_blocks * num_heads
     k, v = hopper.boxes(kv, box)
     args = (
         q, k, v, call.source, cache.slot_map if kv.paged else None, step.req_rows, step.query_offsets,
         step.prefix_lens, cache.k_scale, cache.v_scale, call.sinks, out, call.lse_arg,
-        q.stride(0), q.stride(1), kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, hopper.OUTSIDE,
+        kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, hopper.OUTSIDE,
         call.source.stride(0), out.stride(0), out.stride(1), call.lse_arg.stride(0), *cache.scale_strides,
         call.variant.scale, call.variant.cap or 0.0, step.req_rows.shape[0], num_blocks, num_heads, items,
     )  # fmt: skip
@@ -257,5 +260,5 @@ def _by_hand(call: _Call) -> bool:
         "PAGE": cache.page, "GROUP": heads.group, "PACK": pack, "D": heads.dim, "BLOCK_N": config.block_n,
         "BOX": box, "STAGES": config.num_stages, "PAGED": kv.paged, **call.features(),
     }  # fmt: skip
-    _start(hopper.extend_hopper_kernel, min(items, num_units(q.device)), args, constexprs, config)
+    _start(hopper.extend_hopper_kernel, min(items, num_units(call.q.device)), args, constexprs, config)
     return True
