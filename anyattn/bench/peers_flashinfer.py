@@ -20,7 +20,8 @@ from anyattn.bench.scene import Field, Scene
 __all__ = ["contenders"]
 
 _WORKSPACE = 256 << 20
-_PAGE = 16
+_PAGES = (16, 128)
+"""Tokens of a page: both are tried, on other steps one or the other is faster."""
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 _FEW = 3
 """Query heads of a KV head that CUDA cores keep up with; with more of them, at batch 1 alone."""
@@ -29,13 +30,16 @@ _FEW = 3
 def contenders(cell: Cell) -> list[Contender]:
     """Everything that FlashInfer has for the cell."""
     if cell.step != "decode":
-        found = [Contender("flashinfer, paged prefill", "peer", _paged)]
+        found = [
+            Contender(f"flashinfer, paged prefill{_on(page)}", "peer", partial(_paged, page=page))
+            for page in _PAGES
+        ]
         if cell.step == "extend" and not any(cell.prefixes) and cell.kv_dtype == cell.dtype:
             found.append(Contender("flashinfer, ragged prefill", "peer", _ragged))
         return found
     tensor = partial(_decode, tensor_cores=True)
     found = [
-        Contender("flashinfer, tensor cores", "peer", tensor),
+        *(Contender(f"flashinfer, tensor cores{_on(page)}", "peer", partial(tensor, page=page)) for page in _PAGES),
         Contender("flashinfer, tensor cores, its graph recipe", "peer", partial(tensor, recipe=True),
                   modes=("graph",)),
     ]  # fmt: skip
@@ -43,6 +47,10 @@ def contenders(cell: Cell) -> list[Contender]:
     if group in _CUDA_CORE_GROUPS and (group <= _FEW or cell.batch == 1) and cell.kv_dtype == cell.dtype:
         found.append(Contender("flashinfer, CUDA cores", "peer", partial(_decode, tensor_cores=False)))
     return found
+
+
+def _on(page: int) -> str:
+    return "" if page == _PAGES[0] else f", page {page}"
 
 
 def _workspace(field: Field) -> torch.Tensor:
@@ -69,10 +77,10 @@ def _buffers(scene: Scene, indices: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _decode(field: Field, *, tensor_cores: bool, recipe: bool = False) -> Entrant:
+def _decode(field: Field, *, tensor_cores: bool, page: int = _PAGES[0], recipe: bool = False) -> Entrant:
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
-    scene, cell = field.paged(_PAGE), field.cell
+    scene, cell = field.paged(page), field.cell
     kv, workspace = _caches(scene), _workspace(field)
     out = torch.empty_like(field.q)
 
@@ -96,10 +104,10 @@ def _decode(field: Field, *, tensor_cores: bool, recipe: bool = False) -> Entran
     return per_copy(scene, make)
 
 
-def _paged(field: Field) -> Entrant:
+def _paged(field: Field, *, page: int) -> Entrant:
     import flashinfer
 
-    scene, cell = field.paged(_PAGE), field.cell
+    scene, cell = field.paged(page), field.cell
     kv, workspace, query = _caches(scene), _workspace(field), scene.query.cpu()
     inner = "fa3" if cell.kv_dtype == cell.dtype else "fa2"
     out = torch.empty_like(field.q)
