@@ -107,12 +107,17 @@ def _has_mask(indices: Sequence[Any]) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
+def _starts_kernels(module: str) -> bool:
+    """Triton reads addresses when it launches, and when a tensor descriptor is made, which starts nothing."""
+    return module.startswith("triton.") and not module.startswith(("triton.tools.", "triton.experimental."))
+
+
 def refused_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call seen by a function mode can't be captured; None = it can."""
     name = getattr(func, "__name__", "")
     if name in _READS:
         return _SYNC
-    if name == "data_ptr" and _module(_author()).startswith("triton."):
+    if name == "data_ptr" and _starts_kernels(_module(_author())):
         return _UNSEEN
     if name == "to" and ("cpu" in (*args[1:], kwargs.get("device"))):
         return _SYNC
