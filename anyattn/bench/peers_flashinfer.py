@@ -37,12 +37,10 @@ def contenders(cell: Cell) -> list[Contender]:
         if cell.step == "extend" and not any(cell.prefixes) and cell.kv_dtype == cell.dtype:
             found.append(Contender("flashinfer, ragged prefill", "peer", _ragged))
         return found
-    tensor = partial(_decode, tensor_cores=True)
-    found = [
-        *(Contender(f"flashinfer, tensor cores{_on(page)}", "peer", partial(tensor, page=page)) for page in _PAGES),
-        Contender("flashinfer, tensor cores, its graph recipe", "peer", partial(tensor, recipe=True),
-                  modes=("graph",)),
-    ]  # fmt: skip
+    tensor, name = partial(_decode, tensor_cores=True), "flashinfer, tensor cores"
+    found = [Contender(f"{name}{_on(page)}", "peer", partial(tensor, page=page)) for page in _PAGES]
+    recipe = partial(tensor, recipe=True)
+    found.append(Contender(f"{name}, its graph recipe", "peer", recipe, modes=("graph",)))
     group = cell.num_q // cell.num_kv
     if group in _CUDA_CORE_GROUPS and (group <= _FEW or cell.batch == 1) and cell.kv_dtype == cell.dtype:
         found.append(Contender("flashinfer, CUDA cores", "peer", partial(_decode, tensor_cores=False)))
