@@ -113,7 +113,8 @@ class TritonAttention(AttentionBackend):
         elif window is not None:
             bound = min(bound, window + run)  # a trimmed table begins at a page
         tiles = choose_decode(
-            max(1, plan.key.num_requests), kernels.decode_programs(heads), bound, max(heads.dim, heads.v_dim),
+            max(1, plan.key.num_requests), kernels.decode_programs(heads), power_of_two(bound),
+            max(heads.dim, heads.v_dim),
             itemsize, self._arch, self._units, heads=heads.block,
         )  # fmt: skip
         return DecodeStep.of(

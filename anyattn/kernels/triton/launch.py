@@ -12,7 +12,17 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["DIRECT_VERSIONS", "Fixed", "Hook", "interpreting", "is_descriptor", "launch", "set_hook"]
+__all__ = [
+    "DIRECT_VERSIONS",
+    "Fixed",
+    "Hook",
+    "Started",
+    "direct_device",
+    "interpreting",
+    "is_descriptor",
+    "launch",
+    "set_hook",
+]
 
 DIRECT_VERSIONS = ("3.6.",)
 """Triton versions whose `CompiledKernel.run` argument order was verified on a device."""
@@ -94,8 +104,8 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     **options: int,
-) -> None:
-    """Start `kernel` on the current stream of the current device.
+) -> Any:
+    """Start `kernel` on the current stream of the current device. Returns what it compiled to, or None.
 
     Args:
         args: the kernel's arguments in order, tensor descriptors among them; its constexprs come last in
@@ -109,7 +119,7 @@ def launch(
         args = _all(args, fixed)
         if _hook is None or not _hook(kernel, grid, args, constexprs, options):
             kernel[grid](*args, **constexprs, **options)
-        return
+        return None
     device = torch.cuda.current_device()
     values, specialised = _lowered(args)
     constants = tuple(constexprs.values())
@@ -120,13 +130,38 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None:
         options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-        _compiled[key] = kernel[grid](*_all(args, fixed), **constexprs, **options)
-        return
+        compiled = _compiled[key] = kernel[grid](*_all(args, fixed), **constexprs, **options)
+        return compiled
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(
         x, y, z, torch._C._cuda_getCurrentRawStream(device), compiled.function, compiled.packed_metadata,
         None, None, None, *values, *constants,
     )  # fmt: skip
+    return compiled
+
+
+def direct_device() -> int:
+    """The current device where launches are direct and nobody listens, else -1."""
+    return -1 if _hook is not None or not _direct else torch.cuda.current_device()
+
+
+class Started:
+    """A launch to be repeated with other first arguments that a kernel is specialised on alike.
+
+    `start(stream, *first)`: tensors among `first` as addresses.
+    """
+
+    __slots__ = ("_front", "_last", "_run")
+
+    def __init__(self, compiled: Any, grid: int, last: Sequence[Any]) -> None:
+        self._run = compiled.run
+        self._front = (compiled.function, compiled.packed_metadata, None, None, None)
+        self._last = (grid, tuple(last))
+
+    def start(self, stream: int, *first: Any) -> None:
+        """On `stream` of the current device."""
+        grid, last = self._last
+        self._run(grid, 1, 1, stream, *self._front, *first, *last)
 
 
 def _all(args: Sequence[Any], fixed: Sequence[Fixed]) -> tuple[Any, ...]:

@@ -1,0 +1,135 @@
+"""Decode's direct launches, on stand-ins for compiled kernels: the same arguments as by Triton's own path."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the portable extra isn't installed")
+
+from anyattn.kernels.triton import decode_launch, launch
+from anyattn.kernels.triton.attention import Cache, Heads, Variant
+from anyattn.kernels.triton.configs import Decode
+
+HEADS = Heads(4, 2, 16, 16)
+TILES = Decode(16, 4, 2, 6, overlap=1)
+STREAM = 77
+
+
+class Compiled:
+    """Notes what it is run with."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+class Kernel:
+    """`kernel[grid](*args, **options)` as Triton's JIT: notes it, returns what was compiled."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*args: Any, **options: Any) -> Compiled:
+            self.launches.append((grid, args, options))
+            return self.compiled
+
+        return start
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
+    found = {"decode_kernel": Kernel(), "merge_ranges_kernel": Kernel(), "ranges_kernel": Kernel()}
+    for name, kernel in found.items():
+        monkeypatch.setattr(decode_launch, name, kernel)
+    monkeypatch.setattr(launch, "_direct", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    return found
+
+
+def scene(dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    k, v = (torch.zeros(8, 16, 2, 16, dtype=dtype) for _ in range(2))
+    one = torch.ones(1)
+    return {
+        "q": torch.zeros(3, 4, 16, dtype=dtype),
+        "cache": Cache.of(k, v, "NHD", one, one, False),
+        "step": step(),
+        "heads": HEADS,
+        "variant": Variant(0.25),
+        "out": torch.zeros(3, 4, 16, dtype=dtype),
+        "lse": None,
+    }
+
+
+def step() -> decode_launch.DecodeStep:
+    lens = torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(4, 128, dtype=torch.int32)
+    return decode_launch.DecodeStep.of(table, torch.arange(3), lens, lens, None, 16, HEADS, TILES)
+
+
+def as_run(grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What the compiled kernel is to be run with."""
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    constants = [v for n, v in options.items() if n not in ("num_warps", "num_stages", "launch_pdl")]
+    return (*grid, 1, 1, STREAM, "function", "metadata", None, None, None, *values, *constants)
+
+
+def test_repeated_launches_have_the_same_arguments(kernels: dict[str, Kernel]) -> None:
+    given = scene()
+    for lse in (None, torch.zeros(3, 4)):
+        for variant in (Variant(0.25), Variant(0.25, sinks=torch.zeros(4))):
+            given |= {"lse": lse, "variant": variant, "cache": scene()["cache"]}
+            decode_launch.decode(**given)
+            decode_launch.decode(**given)
+            for name in ("decode_kernel", "merge_ranges_kernel"):
+                kernel = kernels[name]
+                assert kernel.compiled.calls[-1] == as_run(*kernel.launches[-1])
+
+
+def test_new_steps_and_inputs_need_no_compilation(kernels: dict[str, Kernel]) -> None:
+    given = scene()
+    decode_launch.decode(**given)
+    first = kernels["decode_kernel"].launches[0]
+    for _ in range(3):
+        given |= {"step": step(), "q": given["q"].clone(), "out": given["out"].clone()}
+        decode_launch.decode(**given)
+    assert [len(k.launches) for k in kernels.values()] == [1, 1, 0]
+    run = kernels["decode_kernel"].compiled.calls[-1]
+    assert run[9:11] == (given["q"].data_ptr(), given["out"].data_ptr())
+    names = ("source", "req_rows", "kv_start", "kv_lens", "ranges")
+    assert run[18:23] == tuple(getattr(given["step"], name).data_ptr() for name in names)
+    assert run[26:] == as_run(*first)[26:], "the layer's part"
+
+
+def test_other_strides_types_and_alignments_are_other_kernels(kernels: dict[str, Kernel]) -> None:
+    given = scene()
+    queries = (
+        given["q"],
+        torch.zeros(3, 4, 20, dtype=torch.float16)[..., :16],
+        torch.zeros(3 * 64 + 1, dtype=torch.float16)[1:].view(3, 4, 16),
+        given["q"].bfloat16(),
+    )
+    for count, q in enumerate(queries, 1):
+        decode_launch.decode(**(given | {"q": q}))
+        assert len(kernels["decode_kernel"].launches) == count
+
+
+def test_a_listener_hears_every_launch(kernels: dict[str, Kernel]) -> None:
+    given, heard = scene(), []
+    decode_launch.decode(**given)
+    previous = launch.set_hook(
+        lambda kernel, grid, args, constexprs, options: bool(heard.append(kernel)) or True
+    )
+    try:
+        decode_launch.decode(**given)
+    finally:
+        launch.set_hook(previous)
+    assert heard == [kernels["decode_kernel"], kernels["merge_ranges_kernel"]]
+    assert not kernels["decode_kernel"].compiled.calls
