@@ -15,7 +15,7 @@ from anyattn.core.measure.versions import same_release
 from anyattn.core.select.libraries import providers_in_use
 from anyattn.core.select.request import Request
 
-__all__ = ["NO_TIMES", "Entry", "PhaseTimes", "looked_at", "mismatch", "phase_times"]
+__all__ = ["NO_TIMES", "Entry", "PhaseTimes", "looked_at", "mismatch", "phase_times", "runs_on"]
 
 FEW_TOKENS = 16
 """Extends of up to so many new tokens a request are like verification, not like prefill."""
@@ -165,14 +165,14 @@ def _stale(table: MeasuredTable, facts: HostFacts, rows: Rows) -> dict[str, str]
     """Backend -> which version it was measured with, where that isn't this host's."""
     found: dict[str, str] = {}
     for name, passing in rows.items():
-        for library, here in _runs_on(passing[0], facts).items():
+        for library, here in runs_on(passing[0], facts).items():
             then = table.provenance.versions.get(library)
             if then is None or (here is not None and not same_release(then, here)):
                 found.setdefault(name, f"measured with {library} {then or '(unknown)'}, here is {here}")
     return found
 
 
-def _runs_on(row: CapabilityRow, facts: HostFacts) -> dict[str, str | None]:
+def runs_on(row: CapabilityRow, facts: HostFacts) -> dict[str, str | None]:
     """Versions that decide a backend's speed: of this package and its libraries, or of torch without any.
 
     None is a version that a simulated host leaves open.

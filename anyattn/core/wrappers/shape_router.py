@@ -36,7 +36,8 @@ def step_size(batch: ForwardBatch) -> tuple[float, float | None, float]:
     new = max(0, batch.num_tokens - batch.num_padding_tokens) / real
     known = batch.host_lens
     if isinstance(known, Exact):
-        return real, int(known.seq_lens[:real].sum()) / real, new
+        lens = known.seq_lens[:real] if batch.num_padding_requests else known.seq_lens
+        return real, int(lens.sum()) / real, new
     return real, known.max_seq_len if isinstance(known, UpperBound) else None, new
 
 
