@@ -291,6 +291,19 @@ def test_members_that_the_pool_does_not_suit_stay_out() -> None:
     assert decision.routes == ()
 
 
+def test_a_member_without_graphs_does_not_take_those_of_decode_away() -> None:
+    graphs, none = row(graph=2), row(graph=0)
+    first = run(
+        (record("a", graphs), record("b", none)), request(route=()), HERE, both("a"), tables=[table(BY_SIZE)]
+    )
+    assert first.route(Phase.DECODE) is None
+    assert first.route(Phase.PREFILL) is not None
+    equal = run(
+        (record("a", none), record("b", none)), request(route=()), HERE, both("a"), tables=[table(BY_SIZE)]
+    )
+    assert equal.route(Phase.DECODE) is not None
+
+
 def test_a_route_is_not_batch_invariant() -> None:
     with pytest.raises(ConfigError, match="isn't batch-invariant"):
         request(route=(), deterministic=2)

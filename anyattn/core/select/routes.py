@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from anyattn.core.capabilities import Phase
 from anyattn.core.measure.compare import order
 from anyattn.core.measure.rules import RouteRule
 from anyattn.core.measure.table import Timing
@@ -21,7 +22,8 @@ Times = Mapping[str, Timing]
 def members(field: Field, joint: Joint, request: Request) -> dict[str, Option]:
     """Who may take steps of a phase: the decided backend first, then all on its pool, as ranked.
 
-    Nobody but the decided one where it was chosen explicitly, and nobody second-rate beside a better one.
+    Nobody but the decided one where it was chosen explicitly, nobody second-rate beside a better one, and in
+    decode nobody who would take its graphs away.
     """
     first = joint.of(field.phase)
     assert first is not None
@@ -30,7 +32,8 @@ def members(field: Field, joint: Joint, request: Request) -> dict[str, Option]:
         return found
     for option in field.options:
         fits = kernel_page(option.row, joint.page, joint.layout) is not None
-        if fits and option.degraded <= first.degraded:
+        recorded = field.phase is not Phase.DECODE or option.row.graph >= first.row.graph
+        if fits and recorded and option.degraded <= first.degraded:
             found.setdefault(option.record.name, option)
     return found
 
