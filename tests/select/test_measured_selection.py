@@ -298,6 +298,9 @@ def test_a_member_without_graphs_does_not_take_those_of_decode_away() -> None:
     )
     assert first.route(Phase.DECODE) is None
     assert first.route(Phase.PREFILL) is not None
+    uniform = (record("a", graphs), record("b", row(graph=1)))
+    found = run(uniform, request(route=()), HERE, both("a"), tables=[table(BY_SIZE)])
+    assert found.route(Phase.DECODE) is not None, "a decode step has one token a request anyway"
     equal = run(
         (record("a", none), record("b", none)), request(route=()), HERE, both("a"), tables=[table(BY_SIZE)]
     )

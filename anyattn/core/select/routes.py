@@ -32,7 +32,7 @@ def members(field: Field, joint: Joint, request: Request) -> dict[str, Option]:
         return found
     for option in field.options:
         fits = kernel_page(option.row, joint.page, joint.layout) is not None
-        recorded = field.phase is not Phase.DECODE or option.row.graph >= first.row.graph
+        recorded = field.phase is not Phase.DECODE or bool(option.row.graph) >= bool(first.row.graph)
         if fits and recorded and option.degraded <= first.degraded:
             found.setdefault(option.record.name, option)
     return found
