@@ -17,25 +17,21 @@ def triton(stage: Stage) -> Recipe:
     if stage.shape.mla:
         raise NoRecipe("the latent kernels aren't called directly here")
     from anyattn.kernels.triton import attention as kernels
+    from anyattn.kernels.triton.decode_launch import decode
 
     backend: Any = stage.backend
     plan = backend.init_forward_metadata(stage.batches[0])
     group, layer = stage.layers[0].plan_group, stage.layers[0].spec
-    tiles, workspace = plan.private.decode[group]
-    table = plan.tables[group.table]
+    step = plan.private.decode[group]
     heads = kernels.Heads(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
     variant = kernels.Variant(layer.scale)
     caches = [triton_cache(stage, i) for i in range(stage.shape.layers)]
     name, write = writer(stage)
-    source, rows = stage.table.req_to_token, plan.req_pool_indices
 
     def call(number: int) -> torch.Tensor:
         write(number)
         out = torch.empty_like(stage.q)
-        kernels.decode(
-            stage.q, caches[number], source, rows, table.kv_start, table.kv_lens, heads, variant, tiles,
-            workspace, out, None,
-        )  # fmt: skip
+        decode(stage.q, caches[number], step, heads, variant, out, None)
         return out
 
-    return Recipe("kernels.triton.attention.decode", name, call)
+    return Recipe("kernels.triton.decode_launch.decode", name, call)
