@@ -14,7 +14,8 @@ __all__ = ["differing", "same_release"]
 def same_release(one: str, other: str) -> bool:
     """Equal in major and minor; text that is no version, only in whole."""
     try:
-        return Version(one).release[:2] == Version(other).release[:2]
+        mine, theirs = ((*Version(text).release, 0)[:2] for text in (one, other))
+        return mine == theirs
     except InvalidVersion:
         return one == other
 
