@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the portable extra isn't installed")
 
-from anyattn.kernels.triton import decode_launch, launch
+from anyattn.kernels.triton import attention, decode_launch, launch
 from anyattn.kernels.triton.attention import Cache, Heads, Variant
 from anyattn.kernels.triton.configs import Decode
 
@@ -48,6 +48,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     found = {"decode_kernel": Kernel(), "merge_ranges_kernel": Kernel(), "ranges_kernel": Kernel()}
     for name, kernel in found.items():
         monkeypatch.setattr(decode_launch, name, kernel)
+    found["kv_write_kernel"] = Kernel()
+    monkeypatch.setattr(attention, "kv_write_kernel", found["kv_write_kernel"])
     monkeypatch.setattr(launch, "_direct", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -100,7 +102,7 @@ def test_new_steps_and_inputs_need_no_compilation(kernels: dict[str, Kernel]) ->
     for _ in range(3):
         given |= {"step": step(), "q": given["q"].clone(), "out": given["out"].clone()}
         decode_launch.decode(**given)
-    assert [len(k.launches) for k in kernels.values()] == [1, 1, 0]
+    assert [len(k.launches) for k in kernels.values()] == [1, 1, 0, 0]
     run = kernels["decode_kernel"].compiled.calls[-1]
     assert run[9:11] == (given["q"].data_ptr(), given["out"].data_ptr())
     names = ("source", "req_rows", "kv_start", "kv_lens", "ranges")
@@ -133,3 +135,17 @@ def test_a_listener_hears_every_launch(kernels: dict[str, Kernel]) -> None:
         launch.set_hook(previous)
     assert heard == [kernels["decode_kernel"], kernels["merge_ranges_kernel"]]
     assert not kernels["decode_kernel"].compiled.calls
+
+
+def test_writes_are_repeated_too(kernels: dict[str, Kernel]) -> None:
+    cache, kernel = scene()["cache"], kernels["kv_write_kernel"]
+    for tokens in (3, 5, 3):
+        k, v = (torch.zeros(tokens, 2, 16, dtype=torch.float16) for _ in range(2))
+        loc = torch.arange(tokens)
+        attention.kv_write(k, v, cache, loc)
+    assert len(kernel.launches) == 1
+    (_, first, options), run = kernel.launches[0], kernel.compiled.calls[-1]
+    assert run == as_run((3,), (k, v, loc, *first[3:]), options)
+    odd = torch.zeros(3 * 32 + 1, dtype=torch.float16)[1:].view(3, 2, 16)
+    attention.kv_write(odd, odd, cache, torch.arange(3))
+    assert len(kernel.launches) == 2

@@ -147,7 +147,7 @@ class TritonAttention(AttentionBackend):
             self.forward_extend(call)
             return
         own, step, work = self._layer(call.layer), call.plan.private.decode[call.group], None
-        if own.heads.num_q != self._heads[call.group].num_q:
+        if own.heads.num_q != step.heads.num_q:
             work = pieces(call.q.shape[0], own.heads, step.tiles, call.q.device)
         decode(call.q, own.cache, step, own.heads, own.causal, call.out, call.lse, work)
 

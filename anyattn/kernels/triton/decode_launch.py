@@ -29,8 +29,8 @@ class DecodeStep:
     """What the layers of a plan group share in one step.
 
     `source`: request table; `req_rows int64 [B]` into it; `kv_start`, `kv_lens int32 [B]`; `window` trims
-    further; `run`: consecutive slots that a table entry stands for; `ranges int32 [R, FIELDS]`: filled by
-    `fill_ranges`; `pieces`: workspace, None = no request is cut.
+    further; `run`: consecutive slots that a table entry stands for; `heads`: of the layer with most of them;
+    `ranges int32 [R, FIELDS]`: filled by `fill_ranges`; `pieces`: workspace, None = no request is cut.
     """
 
     source: torch.Tensor
@@ -39,6 +39,7 @@ class DecodeStep:
     kv_lens: torch.Tensor
     window: int | None
     run: int
+    heads: Heads
     tiles: Decode
     ranges: torch.Tensor
     pieces: Pieces | None
@@ -62,7 +63,7 @@ class DecodeStep:
         """With storage of its own."""
         ranges = torch.empty(tiles.num_ranges, FIELDS, dtype=torch.int32, device=source.device)
         work = pieces(req_rows.shape[0], heads, tiles, source.device)
-        return DecodeStep(source, req_rows, kv_start, kv_lens, window, run, tiles, ranges, work)
+        return DecodeStep(source, req_rows, kv_start, kv_lens, window, run, heads, tiles, ranges, work)
 
 
 def pieces(rows: int, heads: Heads, tiles: Decode, device: torch.device) -> Pieces | None:
@@ -158,9 +159,11 @@ def decode(
             layer.started[known] = started
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    started[0].start(stream, *places, *strides, *own.values)
+    ranges = tiles.num_ranges
+    started[0].start(stream, ranges * decode_programs(heads), *places, *strides, *own.values)
     if started[1] is not None:
-        started[1].start(stream, *places[1:], *strides[2:], heads.num_q, *merging.values)
+        rest = (*places[1:], *strides[2:], heads.num_q)
+        started[1].start(stream, ranges * heads.num_q, *rest, *merging.values)
 
 
 def _misaligned(places: tuple[int | None, ...]) -> bool:
@@ -176,19 +179,19 @@ def _launch(
 ) -> tuple[Started, Started | None] | None:  # fmt: skip
     """Both launches by the ordinary seam; on the direct path, how to repeat them."""
     tiles, merge = step.tiles, None
-    grid, merge_grid = tiles.num_ranges * decode_programs(heads), tiles.num_ranges * heads.num_q
     compiled = launch(
-        decode_kernel, (grid,), (q, out, lse, sinks, *strides), layer.constexprs, (own, layer.fixed),
+        decode_kernel, (tiles.num_ranges * decode_programs(heads),),
+        (q, out, lse, sinks, *strides), layer.constexprs, (own, layer.fixed),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **layer.options,
     )  # fmt: skip
     if tiles.split:
         merge = launch(
-            merge_ranges_kernel, (merge_grid,), (out, lse, sinks, *strides[2:], heads.num_q),
+            merge_ranges_kernel, (tiles.num_ranges * heads.num_q,),
+            (out, lse, sinks, *strides[2:], heads.num_q),
             layer.merge_constexprs, (merging,), num_warps=2, num_stages=2, **layer.merge_options,
         )  # fmt: skip
     if compiled is None:
         return None
     last = (*layer.fixed.values, *layer.constexprs.values())
-    return Started(compiled, grid, last), (
-        None if merge is None else Started(merge, merge_grid, tuple(layer.merge_constexprs.values()))
-    )
+    merging_last = tuple(layer.merge_constexprs.values())
+    return Started(compiled, last), None if merge is None else Started(merge, merging_last)

@@ -32,8 +32,9 @@ def _store(x, x_t, x_h, cache, c_page, c_row, c_head, scale, scale_h, t, slot, l
 
 @triton.jit
 def kv_write_kernel(
-    k, v, k_cache, v_cache, loc, k_scale, v_scale,
-    k_t, k_h, v_t, v_h, kc_page, kc_row, kc_head, vc_page, vc_row, vc_head, k_scale_h, v_scale_h, limit,
+    k, v, loc, k_t, k_h, v_t, v_h,
+    k_cache, v_cache, k_scale, v_scale, kc_page, kc_row, kc_head, vc_page, vc_row, vc_head,
+    k_scale_h, v_scale_h, limit,
     PAGE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALED: tl.constexpr, SATURATE: tl.constexpr,
 ):  # fmt: skip

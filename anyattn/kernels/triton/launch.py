@@ -148,20 +148,19 @@ def direct_device() -> int:
 class Started:
     """A launch to be repeated with other first arguments that a kernel is specialised on alike.
 
-    `start(stream, *first)`: tensors among `first` as addresses.
+    Tensors among `first` as addresses; `last`: arguments and constexprs behind them.
     """
 
     __slots__ = ("_front", "_last", "_run")
 
-    def __init__(self, compiled: Any, grid: int, last: Sequence[Any]) -> None:
+    def __init__(self, compiled: Any, last: Sequence[Any]) -> None:
         self._run = compiled.run
         self._front = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._last = (grid, tuple(last))
+        self._last = tuple(last)
 
-    def start(self, stream: int, *first: Any) -> None:
+    def start(self, stream: int, grid: int, *first: Any) -> None:
         """On `stream` of the current device."""
-        grid, last = self._last
-        self._run(grid, 1, 1, stream, *self._front, *first, *last)
+        self._run(grid, 1, 1, stream, *self._front, *first, *self._last)
 
 
 def _all(args: Sequence[Any], fixed: Sequence[Fixed]) -> tuple[Any, ...]:
