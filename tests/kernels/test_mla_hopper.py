@@ -57,7 +57,7 @@ def test_products_are_not_serialised(name: str) -> None:
     [
         ("sm100", torch.bfloat16, 512, 64, None, "3.6.0"),
         ("sm90", torch.float32, 512, 64, None, "3.6.0"),
-        ("sm90", torch.bfloat16, 384, 64, None, "3.6.0"),
+        ("sm90", torch.bfloat16, 256, 64, None, "3.6.0"),
         ("sm90", torch.bfloat16, 512, 32, None, "3.6.0"),
         ("sm90", torch.bfloat16, 512, 64, 30.0, "3.6.0"),
         ("sm90", torch.bfloat16, 512, 64, None, "3.4.0"),

@@ -65,6 +65,13 @@ def _find_request(query_offsets, block, num_requests, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _thread_sums(p):
+    """Sums over the columns of `p [M, N]` that a thread has, as `[M, 2, 4]`: two warpgroups of four lanes."""
+    parts = gl.reshape(p, [p.shape[0], 2, p.shape[1] // 16, 4, 2])
+    return gl.sum(gl.sum(parts, 4), 2)
+
+
+@gluon.jit
 def mla_rows_kernel(
     q, cache, source, req_rows, seq_lens, query_offsets, prefix_lens, cells, mask_indptr, kv_scale,
     out, lse, part_out, part_lse,
@@ -72,12 +79,14 @@ def mla_rows_kernel(
     scale, num_requests, num_blocks, num_splits, min_tiles,
     PAGE: gl.constexpr, HEADS: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
     BLOCK_N: gl.constexpr, DECODE: gl.constexpr, HAS_MASK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    SPLIT: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr,
+    SPLIT: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Grid `(num_splits * HEADS / PACK * num_blocks,)`, splits fastest, late row blocks (the longest) first.
 
-    PACK heads of a token are rows of one block of `64 // PACK` tokens, as in `mla_extend_kernel`; DECODE: a
-    request has one token. Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural log.
+    RANK is 512. PACK heads of a token are rows of one block of `64 // PACK` tokens, as in
+    `mla_extend_kernel`; DECODE: a request has one token. HELD: a part of the queries stays in registers,
+    which spares shared memory, whose bandwidth bounds the scores.
+    Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural log.
     """
     BLOCK_M: gl.constexpr = 64
     TOKENS: gl.constexpr = BLOCK_M // PACK
@@ -87,6 +96,11 @@ def mla_rows_kernel(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, RANK // GROUPS, 16])
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(  # `[M, 2]`: what both warpgroups found, in one thread
+        [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]
+    )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
 
     pid = gl.program_id(0)
@@ -117,8 +131,6 @@ def mla_rows_kernel(
     hi = gl.minimum(lo + per_split, end)
     table = source + gl.load(req_rows + b) * source_row
 
-    query = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
-    query_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
     latents = gl.allocate_shared_memory(dtype, [2, BLOCK_N, RANK], SHARED)
     ropes = gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROPE], SHARED)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
@@ -138,10 +150,23 @@ def mla_rows_kernel(
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LOADS))
     token = gl.minimum(t0 + row // PACK, extend - 1)
     at_q = q + (offset + token).to(gl.int64)[:, None] * q_t + (head0 + row % PACK)[:, None] * q_h
-    query.store(gl.load(at_q + columns[None, :]))
-    query_rope.store(gl.load(at_q + RANK + rotated[None, :]))
+    if HELD:
+        query_b = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], SHARED)
+        query_c = gl.allocate_shared_memory(dtype, [BLOCK_M, 256], SHARED)
+        query_b.store(gl.load(at_q + 128 + gl.arange(0, 128, gl.SliceLayout(0, LOADS))[None, :]))
+        query_c.store(gl.load(at_q + 256 + gl.arange(0, 256, gl.SliceLayout(0, LOADS))[None, :]))
+        row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LEFT))
+        token = gl.minimum(t0 + row // PACK, extend - 1)
+        at_l = q + (offset + token).to(gl.int64)[:, None] * q_t + (head0 + row % PACK)[:, None] * q_h
+        query_a = gl.load(at_l + gl.arange(0, 128, gl.SliceLayout(0, LEFT))[None, :])
+        query_rope = gl.load(at_l + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LEFT))[None, :])
+    else:
+        query = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
+        query_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
+        query.store(gl.load(at_q + columns[None, :]))
+        query_rope.store(gl.load(at_q + RANK + rotated[None, :]))
 
-    row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))
+    row = gl.arange(0, BLOCK_M, ROWS)
     token = t0 + row // PACK
     seen = prefix + token + 1  # keys that a row sees
     limit = gl.minimum(prefix + t0 + 1, hi)  # keys that every row sees
@@ -152,9 +177,10 @@ def mla_rows_kernel(
         mask_row = cells + gl.load(mask_indptr + b) + token.to(gl.int64) * seq_len
     stored = gl.load(kv_scale)
     base2 = scale * stored * 1.4426950408889634
-    m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    den = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)  # summed over keys at the end only
+    m = gl.full([BLOCK_M], float("-inf"), gl.float32, ROWS)
     nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)
+    den = _thread_sums(nothing)  # summed over threads at the end only
+    SPREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, den.type.layout))
     sums = gl.full([BLOCK_M, RANK], 0.0, gl.float32, SUMS)
     stage = 0
     for n in range(lo, hi, BLOCK_N):
@@ -163,8 +189,14 @@ def mla_rows_kernel(
         fence_async_shared()
         barrier()
         latent = latents.index(stage)
-        s = warpgroup_mma(query, latent.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(query_rope, ropes.index(stage).permute((1, 0)), s, is_async=True)
+        rope = ropes.index(stage).permute((1, 0))
+        s = warpgroup_mma(query_rope, rope, nothing, use_acc=False, is_async=True)
+        if HELD:
+            s = warpgroup_mma(query_a, latent.slice(0, 128, 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(query_b, latent.slice(128, 128, 1).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(query_c, latent.slice(256, 256, 1).permute((1, 0)), s, is_async=True)
+        else:
+            s = warpgroup_mma(query, latent.permute((1, 0)), s, is_async=True)
         if FP8:
             at = cache + base[:, None]
             held = gl.load(at + columns[None, :])
@@ -181,12 +213,14 @@ def mla_rows_kernel(
             if n + BLOCK_N > limit:
                 column = (n + key)[None, :]
                 s = gl.where((column < hi) & (column < seen[:, None]), s, float("-inf"))
-        new_m = gl.maximum(m, gl.max(s, 1) * base2)
+        halves = gl.max(gl.reshape(s, [BLOCK_M, 2, BLOCK_N // 2]), 2)
+        peak = gl.max(gl.convert_layout(halves, PAIRS), 1)
+        new_m = gl.maximum(m, gl.convert_layout(peak, ROWS) * base2)
         safe = gl.where(new_m == float("-inf"), 0.0, new_m)
         p = gl.exp2(s * base2 - safe[:, None])
         alpha = gl.exp2(m - safe)
         m = new_m
-        den = den * alpha[:, None] + p
+        den = den * gl.convert_layout(alpha, SPREAD)[:, None, None] + _thread_sums(p)
         weights.store(p.to(dtype))
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
         fence_async_shared()
@@ -200,11 +234,11 @@ def mla_rows_kernel(
         stage = stage ^ 1
     async_copy.wait_group(0)
 
-    total = gl.sum(den, 1)
+    total = gl.convert_layout(gl.sum(gl.sum(den, 2), 1), ROWS)
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
     sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
-    row_s = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))
+    row_s = gl.arange(0, BLOCK_M, ROWS)
     row_o = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
     valid_s = (t0 + row_s // PACK < extend) & (row_s < TOKENS * PACK)
     valid_o = (t0 + row_o // PACK < extend) & (row_o < TOKENS * PACK)

@@ -27,9 +27,9 @@ def mla_forms(
 ) -> tuple[str, ...]:
     """Kernels that take these sizes: `portable`, `rows` (blocks of 64 rows), `keys` (few heads).
 
-    Hopper's hold a tile of latents, twice, and their queries in shared memory: 512 + 64 and smaller.
+    Hopper's are made for DeepSeek's sizes, of which shared memory holds two tiles and a block of queries.
     """
-    fits = rank in (128, 256, 512) and rope == 64 and cap is None
+    fits = (rank, rope) == (512, 64) and cap is None
     half = dtype in (torch.bfloat16, torch.float16)
     if arch == "sm90" and half and fits and version.startswith(GLUON_VERSIONS) and not interpreting():
         return (*PORTABLE, "rows", "keys")
@@ -73,7 +73,7 @@ def launch_rows(
     constexprs = {
         "PAGE": cache.page, "HEADS": heads, "PACK": pack, "RANK": cache.rank, "ROPE": cache.rope,
         "BLOCK_N": tiles.block_n, "DECODE": decode, "HAS_MASK": step.mask_cells is not None,
-        **_common(cache, tiles, splits, lse),
+        **_common(cache, tiles, splits, lse), "HELD": cache.rows.element_size() > 1,
     }  # fmt: skip
     grid = (num_blocks * (heads // pack) * splits,)
     launch(mla_rows_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
