@@ -79,7 +79,8 @@ def softmax_rows(qk, v, m, den, acc, scale, AWAIT: tl.constexpr):
     return new_m, den, acc
 
 
-@triton.jit
+# Batches come in any size: one kernel for all, whatever divides their numbers.
+@triton.jit(do_not_specialize=["num_requests", "num_blocks"])
 def extend_kernel(
     q, k, v, k_cache, v_cache, source, slot_map, req_rows,
     query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,

@@ -224,7 +224,8 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
                 )
 
 
-@gluon.jit
+# Batches come in any size: one kernel for all, whatever divides their numbers.
+@gluon.jit(do_not_specialize=["num_requests", "num_blocks", "num_items"])
 def extend_hopper_kernel(
     q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, k_scale, v_scale, sinks, out, lse,
     k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,

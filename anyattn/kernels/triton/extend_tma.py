@@ -62,7 +62,8 @@ def _tiles(
     return m, den, acc
 
 
-@triton.jit
+# Batches come in any size: one kernel for all, whatever divides their numbers.
+@triton.jit(do_not_specialize=["num_requests", "num_blocks"])
 def extend_tma_kernel(
     q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start,
     k_scale, v_scale, sinks, out, lse,

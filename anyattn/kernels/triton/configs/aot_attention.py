@@ -130,12 +130,17 @@ def decode(shape: Shape, target: Target) -> None:
     )
 
 
-def extend(shape: Shape, target: Target) -> None:
-    """Extend by `new` tokens a request on top of `context` cached ones."""
+def extend(shape: Shape, target: Target, kernel: str = "extend_kernel") -> None:
+    """Extend by `new` tokens a request on top of `context` cached ones, with the kernel of that name."""
     heads, rows, tokens = shape.heads, shape.batch, shape.batch * shape.new
     cache = _cache(shape, target)
     itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
     tiles = choose_extend(shape.new * heads.group, max(heads.dim, heads.v_dim), itemsize, _arch(target))
+    tiles = replace(
+        tiles,
+        tma=tiles.tma if kernel == "extend_tma_kernel" else None,
+        hopper=tiles.hopper if kernel == "extend_hopper_kernel" else None,
+    )
     step = ExtendStep(
         source=_empty(257, 32768),
         req_rows=_empty(rows, dtype=torch.int64),
@@ -169,11 +174,12 @@ def write(shape: Shape, target: Target) -> None:
     kernels.kv_write(k, v, _cache(shape, target), _empty(tokens, dtype=torch.int64))
 
 
+_EXTENDS = ("extend_kernel", "extend_tma_kernel", "extend_hopper_kernel")
 _BUILD = {
     "ranges_kernel": decode,
     "decode_kernel": decode,
     "merge_ranges_kernel": decode,
-    "extend_kernel": extend,
+    **{name: partial(extend, kernel=name) for name in _EXTENDS},
     "kv_write_kernel": write,
 }
 
@@ -189,9 +195,9 @@ def attention_entry(
     """The entry of one kernel on one shape. Default targets: all, for fp8 those that convert it."""
     chips = targets or (FP8_TARGETS if shape.fp8 else tuple(TARGETS))
     # Float32 is computed without tensor cores: tf32 is off.
-    dots = kernel in ("decode_kernel", "extend_kernel") and shape.dtype is not torch.float32
+    paged = kernel == "decode_kernel" or kernel in _EXTENDS
+    dots = paged and shape.dtype is not torch.float32
     reads = 1 if shape.fp8 else shape.dtype.itemsize
-    paged = kernel in ("decode_kernel", "extend_kernel")
     return Entry(
         name, partial(_BUILD[kernel], shape), chips, kernel, dots, spills or {}, reads if paged else 0
     )
@@ -225,10 +231,14 @@ _UNEQUAL = Shape(kv_heads=32, dim=192, v_dim=128, page=64)
 _FLOAT32 = Shape(dtype=torch.float32)
 _FLOAT32_256 = replace(_PLAIN_256, dtype=torch.float32)
 _SMALL_HND = Shape(dtype=torch.float16, small=True, layout="HND")
+_FRESH = Shape(new=512, fresh=True)
+_PAGE_64 = Shape(new=512, direct=False, page=64)
+_BESIDE_LOOPS = {"sm_90": "a few registers, once before and once after the loop over whole tiles"}
 _MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
 
 _decode = partial(attention_entry, kernel="decode_kernel")
 _extend = partial(attention_entry, kernel="extend_kernel")
+_extend_tma = partial(attention_entry, kernel="extend_tma_kernel", targets=("sm_90", "sm_100"))
 
 ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128", shape=Shape()),
@@ -263,6 +273,8 @@ ENTRIES: tuple[Entry, ...] = (
     _extend("extend/d256-fp8", shape=replace(_PLAIN_256, fp8=True, new=512)),
     _extend("extend/d128-float32", shape=replace(_FLOAT32, new=512)),
     _extend("extend/d256-float32", shape=replace(_FLOAT32_256, new=512), spills=RDNA_WIDE_FLOAT32),
+    _extend_tma("extend/d128-tma", shape=_FRESH, spills=_BESIDE_LOOPS),
+    _extend_tma("extend/d128-page-64-window-tma", shape=replace(_PAGE_64, window=1024), spills=_BESIDE_LOOPS),
     attention_entry("kv-write/d128", "kv_write_kernel", Shape(batch=4096)),
     attention_entry("kv-write/d128-fp8", "kv_write_kernel", Shape(batch=4096, fp8=True)),
 )
