@@ -106,13 +106,6 @@ MUTANTS = (
         names=("merge", "decode", "edge"),
     ),
     Mutant(
-        name="the second request of a range begins where the first did",
-        where=_DECODE,
-        old="at *= 0",
-        new="at *= 1",
-        names=("decode", "edge"),
-    ),
-    Mutant(
         name="keys of the diagonal's tile unmasked",
         where=f"{_EXTEND}:extend_kernel",
         old="full = tl.minimum(end, prefix + t0 + 1)",

@@ -57,6 +57,18 @@ def test_lengths_around_page_tile_and_split_edges(length: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_ranges_over_several_requests(window: int | None) -> None:
+    """More requests than ranges: a program ends one request, does others and begins one that it leaves."""
+    judged(
+        Case(
+            mode="decode", prefix_lens=(150, 1, 33, 130, 5, 0, 97, 64), extend_lens=(1,) * 8, page_size=16,
+            num_q_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, slot_layout="shuffled_pages",
+            sinks=True, window=window,
+        )
+    )  # fmt: skip
+
+
 def test_groups_wider_than_a_program() -> None:
     judged(
         Case(mode="decode", prefix_lens=(40,), extend_lens=(1,), num_q_heads=72, head_dim=16, v_head_dim=16)
