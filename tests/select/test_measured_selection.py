@@ -371,3 +371,13 @@ def _read(
         return capsys.readouterr().out
 
     return read
+
+
+def test_decisions_from_before_there_were_routes_are_read() -> None:
+    decision = decided(None)
+    old = decision.to_json()
+    for name in ("routes", "measured"):
+        del old[name]
+    for name in ("workload", "route"):
+        del old["request"][name]
+    assert Decision.from_json(old) == decision
