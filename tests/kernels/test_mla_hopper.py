@@ -52,22 +52,37 @@ def test_products_are_not_serialised(name: str) -> None:
     assert "serialized" not in remarks
 
 
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    ("arch", "dtype", "rank", "rope", "cap", "version"),
+    ("arch", "dtype", "stored", "rank", "rope", "cap", "version"),
     [
-        ("sm100", torch.bfloat16, 512, 64, None, "3.6.0"),
-        ("sm90", torch.float32, 512, 64, None, "3.6.0"),
-        ("sm90", torch.bfloat16, 256, 64, None, "3.6.0"),
-        ("sm90", torch.bfloat16, 512, 32, None, "3.6.0"),
-        ("sm90", torch.bfloat16, 512, 64, 30.0, "3.6.0"),
-        ("sm90", torch.bfloat16, 512, 64, None, "3.4.0"),
+        ("sm100", BF16, BF16, 512, 64, None, "3.6.0"),
+        ("sm90", torch.float32, torch.float32, 512, 64, None, "3.6.0"),
+        ("sm90", BF16, FP16, 512, 64, None, "3.6.0"),
+        ("sm90", BF16, torch.float32, 512, 64, None, "3.6.0"),
+        ("sm90", BF16, BF16, 256, 64, None, "3.6.0"),
+        ("sm90", BF16, BF16, 512, 32, None, "3.6.0"),
+        ("sm90", BF16, BF16, 512, 64, 30.0, "3.6.0"),
+        ("sm90", BF16, BF16, 512, 64, None, "3.4.0"),
     ],
 )
 def test_others_stay_with_the_portable_kernels(
-    arch: str, dtype: torch.dtype, rank: int, rope: int, cap: float | None, version: str
+    arch: str,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    rank: int,
+    rope: int,
+    cap: float | None,
+    version: str,
 ) -> None:
-    assert mla_forms(arch, dtype, rank, rope, cap, version) == PORTABLE
-    assert mla_forms("sm90", torch.float16, 512, 64, None, "3.7.1") == (*PORTABLE, "rows", "keys")
+    assert mla_forms(arch, dtype, stored, rank, rope, cap, version) == PORTABLE
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(BF16, BF16), (FP16, FP16), (BF16, FP8)])
+def test_hopper_has_its_own(dtype: torch.dtype, stored: torch.dtype) -> None:
+    assert mla_forms("sm90", dtype, stored, 512, 64, None, "3.7.1") == (*PORTABLE, "rows", "keys")
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,11 @@ class TritonMLA(AttentionBackend):
     def _tiles(self, plan: Plan, group: PlanGroup, heads: int) -> MLATiles:
         """Batch-invariant steps take those of a long prefill, whatever they are."""
         rank, rope = group.v_head_dim, group.head_dim - group.v_head_dim
-        forms = mla_forms(self._arch, self.config.dtype, rank, rope, group.logit_cap)
+        dtype, stored = self.config.dtype, self.pool.kv_dtype
+        forms = mla_forms(self._arch, dtype, stored, rank, rope, group.logit_cap)
         rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
         decode = plan.key.mode is ForwardMode.DECODE and not self._invariant
-        return choose_mla(rows, self.pool.kv_dtype.itemsize, self._arch, forms, decode=decode)
+        return choose_mla(rows, stored.itemsize, self._arch, forms, decode=decode)
 
     def _workspace(self, plan: Plan, group: PlanGroup, heads: int, tiles: MLATiles) -> mla.Partials | None:
         """Splits of decodes and of verifications; other extends have rows enough."""
@@ -93,8 +94,7 @@ class TritonMLA(AttentionBackend):
             programs = requests * mla.head_blocks(heads, tiles)
         else:
             programs = requests * mla.extend_blocks(heads, max(1, plan.max_q_len), tiles)
-        units = self._units * tiles.programs_per_unit
-        splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, units)
+        splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, self._units)
         return mla.mla_partials(tokens, heads, group.v_head_dim, splits, self.pool.device)
 
     def replan(self, plan: Plan) -> None:

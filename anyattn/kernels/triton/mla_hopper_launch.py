@@ -23,14 +23,21 @@ _ROWS = 64
 
 
 def mla_forms(
-    arch: str, dtype: torch.dtype, rank: int, rope: int, cap: float | None, version: str = triton.__version__
+    arch: str,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    rank: int,
+    rope: int,
+    cap: float | None,
+    version: str = triton.__version__,
 ) -> tuple[str, ...]:
     """Kernels that take these sizes: `portable`, `rows` (blocks of 64 rows), `keys` (few heads).
 
-    Hopper's are made for DeepSeek's sizes, of which shared memory holds two tiles and a block of queries.
+    Hopper's are made for DeepSeek's sizes, of which shared memory holds two tiles and a block of queries, and
+    for half precision: latents are `stored` as such, and copied as they are, or in 8 bits, and converted.
     """
     fits = (rank, rope) == (512, 64) and cap is None
-    half = dtype in (torch.bfloat16, torch.float16)
+    half = dtype in (torch.bfloat16, torch.float16) and (stored is dtype or stored.itemsize == 1)
     if arch == "sm90" and half and fits and version.startswith(GLUON_VERSIONS) and not interpreting():
         return (*PORTABLE, "rows", "keys")
     return PORTABLE

@@ -25,7 +25,6 @@ class MLARow:
 
     `min_rows`, `max_rows`: query rows of the longest request; the item sizes: bytes of a stored element.
     `form`: `portable`, or one of Hopper's kernels (`mla_hopper_launch.mla_forms`), of which `keys` decodes.
-    `programs_per_unit`: how many run on an SM at once, which is what splits fill.
     """
 
     architectures: tuple[str, ...]
@@ -36,7 +35,6 @@ class MLARow:
     min_itemsize: int = 1
     max_itemsize: int = 4
     form: str = "portable"
-    programs_per_unit: int = 1
     evidence: str = "compiler reports only"
 
 
@@ -49,7 +47,6 @@ class MLATiles:
     num_warps: int
     num_stages: int
     form: str = "portable"
-    programs_per_unit: int = 1
 
 
 MLA = (
@@ -123,15 +120,13 @@ def choose_mla(
 
 def _tiles(row: MLARow) -> MLATiles:
     tile = row.tile
-    return MLATiles(
-        row.block_rows, tile.block_n, tile.num_warps, tile.num_stages, row.form, row.programs_per_unit
-    )
+    return MLATiles(row.block_rows, tile.block_n, tile.num_warps, tile.num_stages, row.form)
 
 
 def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> int:
     """Parts of each request, of two tiles at least.
 
-    `programs`: the grid without splits; `units`: how many programs run at once.
+    `programs`: the grid without splits; `units`: SMs or CUs, on each of which one program runs at once.
     """
     tiles = -(-max_kv_len // block_n)
     return min(max(1, units // programs), max(1, -(-tiles // 2)))
