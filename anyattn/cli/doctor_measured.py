@@ -29,8 +29,7 @@ def _status(table: MeasuredTable, host: HostFacts) -> TableUse:
     from anyattn.core.select.measured import mismatch
 
     made = table.provenance
-    other_chip = f"made for {made.arch}; this is {host.target}" if made.arch != host.target else ""
-    why = other_chip or mismatch(table, host)
+    why = mismatch(table, host)
     here = {name: lib.version for name, lib in host.libraries.items() if lib.version} | _torch(host)
     changed = "" if why else _changed(made.versions, here)
     return TableUse(

@@ -185,7 +185,7 @@ class Decision:
 
     `verify` and `draft` are None where no backend can take the role; the decision stands without them.
     `candidates` holds a verdict for every backend and phase; `versions` what the choice ran on. `routes`:
-    phases whose steps go to several backends; `measured`: tables of this architecture, used or why not.
+    phases whose steps go to several backends; `measured`: tables that were looked at, used or why not.
     """
 
     schema: int

@@ -52,6 +52,8 @@ NO_TIMES = PhaseTimes()
 def mismatch(table: MeasuredTable, facts: HostFacts) -> str:
     """Why no time of a table counts on this host; empty if they do."""
     made = table.provenance
+    if made.arch != facts.target:
+        return f"made for {made.arch}; this is {facts.target}"
     if made.device != facts.device_name:
         return f"made on {made.device}; this is {facts.device_name or facts.target}"
     if made.units is not None and facts.num_units is not None and made.units != facts.num_units:
@@ -62,9 +64,9 @@ def mismatch(table: MeasuredTable, facts: HostFacts) -> str:
 def looked_at(
     tables: Iterable[MeasuredTable], facts: HostFacts, found: Iterable[PhaseTimes]
 ) -> tuple[TableUse, ...]:
-    """A record of every table for this architecture; `found` are times of the phases that were ranked."""
+    """A record of every table; `found` are times of the phases that were ranked."""
     times = list(found)
-    return tuple(_use(table, facts, times) for table in tables if table.provenance.arch == facts.target)
+    return tuple(_use(table, facts, times) for table in tables)
 
 
 def _use(table: MeasuredTable, facts: HostFacts, found: Sequence[PhaseTimes]) -> TableUse:
@@ -85,7 +87,7 @@ def phase_times(
     """
     remarks: list[str] = []
     for table in tables:
-        if table.provenance.arch != facts.target or mismatch(table, facts):
+        if mismatch(table, facts):
             continue
         shaped = _of_model(table, phase, request)
         if not shaped:
