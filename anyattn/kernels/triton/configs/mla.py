@@ -99,6 +99,11 @@ MLA = (
 """The first row of an architecture whose minima a step reaches."""
 
 
+_AROUND = 2
+"""Tiles' worth of time that a program takes to begin and to end."""
+_FEW_SPLITS = 8
+
+
 @functools.cache
 def choose_mla(
     rows: int, itemsize: int, arch: str, forms: tuple[str, ...] = ("portable",), *, decode: bool = True
@@ -123,10 +128,18 @@ def _tiles(row: MLARow) -> MLATiles:
     return MLATiles(row.block_rows, tile.block_n, tile.num_warps, tile.num_stages, row.form)
 
 
+@functools.lru_cache(1024)
 def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> int:
-    """Parts of each request, of two tiles at least.
+    """Parts of each request, of two tiles at least, such that the last wave of programs isn't half empty.
 
     `programs`: the grid without splits; `units`: SMs or CUs, on each of which one program runs at once.
     """
-    tiles = -(-max_kv_len // block_n)
-    return min(max(1, units // programs), max(1, -(-tiles // 2)))
+    tiles = max(1, -(-max_kv_len // block_n))
+
+    def cost(splits: int) -> int:  # tiles, one after another
+        waves = -(-programs * splits // units)
+        return waves * (-(-tiles // splits) + _AROUND) + (splits > 1)
+
+    most = max(1, -(-tiles // 2))
+    wanted = {*range(1, _FEW_SPLITS + 1), max(1, units // programs)}
+    return min(sorted(min(n, most) for n in wanted), key=cost)
