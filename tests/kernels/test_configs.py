@@ -122,7 +122,7 @@ def test_rows_are_reachable_and_say_where_they_come_from() -> None:
     for arch in (*CHIPS, "sm87", "interpreter"):
         for dim, itemsize in itertools.product(HEAD_SIZES, ITEM_SIZES):
             for version in ("3.6.0", "3.7.1"):
-                used.add(id(decode_row(arch, dim, itemsize, version)))
+                used.update(id(decode_row(arch, dim, itemsize, version, kv)) for kv in (1, itemsize))
                 used.update(id(extend_row(arch, dim, itemsize, rows, version)) for rows in ROWS)
     for row in (*nvidia.DECODE, *nvidia.EXTEND, *amd.DECODE, *amd.EXTEND, *interpreter.DECODE):
         assert id(row) in used, row

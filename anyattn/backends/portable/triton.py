@@ -115,7 +115,7 @@ class TritonAttention(AttentionBackend):
         tiles = choose_decode(
             max(1, plan.key.num_requests), kernels.decode_programs(heads), power_of_two(bound),
             max(heads.dim, heads.v_dim),
-            itemsize, self._arch, self._units, heads=heads.block,
+            itemsize, self._arch, self._units, heads=heads.block, kv_itemsize=self.pool.kv_dtype.itemsize,
         )  # fmt: skip
         return DecodeStep.of(
             source, plan.req_pool_indices, table.kv_start, table.kv_lens, window, run, heads, tiles

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -113,6 +113,7 @@ def decode(shape: Shape, target: Target) -> None:
         _arch(target),
         target.units,
         heads=heads.block,
+        kv_itemsize=cache.k.dtype.itemsize,
     )
     step = DecodeStep.of(
         _empty(257, 32768), _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows),
@@ -175,7 +176,7 @@ def write(shape: Shape, target: Target) -> None:
 
 
 _EXTENDS = ("extend_kernel", "extend_tma_kernel", "extend_hopper_kernel")
-_BUILD = {
+_BUILD: dict[str, Callable[[Shape, Target], None]] = {
     "ranges_kernel": decode,
     "decode_kernel": decode,
     "merge_ranges_kernel": decode,
@@ -234,10 +235,14 @@ _SMALL_HND = Shape(dtype=torch.float16, small=True, layout="HND")
 _FRESH = Shape(new=512, fresh=True)
 _PAGE_64 = Shape(new=512, direct=False, page=64)
 _BESIDE_LOOPS = {"sm_90": "a few registers, once before and once after the loop over whole tiles"}
+_BETWEEN_BLOCKS = {"sm_90": "a few registers, once a block of rows, outside of the loops over tiles"}
 _MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
 
 _decode = partial(attention_entry, kernel="decode_kernel")
 _extend = partial(attention_entry, kernel="extend_kernel")
+_extend_hopper = partial(
+    attention_entry, kernel="extend_hopper_kernel", targets=("sm_90",), spills=_BETWEEN_BLOCKS
+)
 _extend_tma = partial(attention_entry, kernel="extend_tma_kernel", targets=("sm_90", "sm_100"))
 
 ENTRIES: tuple[Entry, ...] = (
@@ -273,6 +278,11 @@ ENTRIES: tuple[Entry, ...] = (
     _extend("extend/d256-fp8", shape=replace(_PLAIN_256, fp8=True, new=512)),
     _extend("extend/d128-float32", shape=replace(_FLOAT32, new=512)),
     _extend("extend/d256-float32", shape=replace(_FLOAT32_256, new=512), spills=RDNA_WIDE_FLOAT32),
+    _extend_hopper("extend/d128-hopper", shape=_FRESH),
+    _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
+    _extend_hopper(
+        "extend/d64-page-64-hopper", shape=replace(_PAGE_64, dim=64, cap=30.0, sinks=True, lse=True)
+    ),
     _extend_tma("extend/d128-tma", shape=_FRESH, spills=_BESIDE_LOOPS),
     _extend_tma("extend/d128-page-64-window-tma", shape=replace(_PAGE_64, window=1024), spills=_BESIDE_LOOPS),
     attention_entry("kv-write/d128", "kv_write_kernel", Shape(batch=4096)),

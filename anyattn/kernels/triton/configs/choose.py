@@ -98,11 +98,15 @@ def _covers(row: DecodeRow | ExtendRow, arch: str, dim: int, itemsize: int, vers
 
 
 @functools.cache
-def decode_row(arch: str, dim: int, itemsize: int, version: str = triton.__version__) -> DecodeRow:
-    """The row for heads of `dim` and elements of `itemsize` bytes; the smallest tiles for unknown chips."""
+def decode_row(
+    arch: str, dim: int, itemsize: int, version: str = triton.__version__, kv_itemsize: int = 2
+) -> DecodeRow:
+    """The row for heads of `dim` and elements of `itemsize` bytes, stored ones of `kv_itemsize`; the smallest
+    tiles for unknown chips.
+    """
     dim = power_of_two(dim)  # what a tile holds
     for row in (*nvidia.DECODE, *amd.DECODE, *interpreter.DECODE):
-        if _covers(row, arch, dim, itemsize, version):
+        if kv_itemsize <= row.max_kv_itemsize and _covers(row, arch, dim, itemsize, version):
             return row
     return interpreter.DECODE[-1]
 
@@ -127,18 +131,19 @@ def choose_decode(
     arch: str,
     units: int,
     heads: int = 16,
+    kv_itemsize: int = 2,
 ) -> Decode:
     """Tiles and ranges of a decode step.
 
     Args:
         batch: requests. programs: of a range, KV heads x head blocks.
         max_kv_len: bound of KV lengths. dim: the larger head size. itemsize: bytes of the wider of q and KV.
-        units: SMs or CUs. heads: query heads in one program.
+        units: SMs or CUs. heads: query heads in one program. kv_itemsize: bytes of a stored element.
 
     As long as one program per unit holds every request whole, wide tiles; beyond, narrow ones with several
     programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps.
     """
-    row = decode_row(arch, dim, itemsize)
+    row = decode_row(arch, dim, itemsize, kv_itemsize=kv_itemsize)
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile: Tile = row.wide if wide else row.narrow
     tiles = max(1, -(-max_kv_len // tile.block_n))

@@ -26,6 +26,19 @@ _decode = partial(DecodeRow, evidence=_COMPILED)
 _extend = partial(ExtendRow, evidence=_COMPILED)
 
 DECODE = (
+    # FP8: twice the keys of a tile of bfloat16, the same bytes on their way.
+    _decode(
+        architectures=_SM90,
+        max_dim=64,
+        max_kv_itemsize=1,
+        wide=Tile(256, 8, 3),
+        narrow=Tile(128, 4, 4),
+        programs_per_unit=3,
+    ),
+    _decode(
+        architectures=_SM90, max_dim=128, max_kv_itemsize=1, wide=Tile(256, 8, 3), narrow=Tile(128, 4, 4)
+    ),
+    _decode(architectures=_SM90, max_dim=256, max_kv_itemsize=1, wide=Tile(128, 8, 3), narrow=Tile(64, 4, 4)),
     _decode(
         architectures=_LARGE, max_dim=64, wide=Tile(256, 4, 3), narrow=Tile(128, 4, 4), evidence=_MEASURED
     ),
@@ -62,10 +75,11 @@ EXTEND = (
         architectures=_SM90,
         max_dim=128,
         block_m=64,
-        tma=(128, Tile(64, 8, 2, 128)),
         tile=Tile(64, 4, 3),
+        tma=(128, Tile(64, 8, 2, 128)),
+        hopper=(128, Tile(128, 4, 2)),
         evidence="H200, 2026-11-29, TFLOP/s at page 16: 422 (8k), 398 (8 x 4k), 407 (8 x 16k + 512); with "
-        "descriptors 487, 471 and, 20 to 4000 tokens, 0.86 of FA3",
+        "descriptors 487, 471 and, 20 to 4000 tokens, 0.86 of FA3; by hand 633, 551 (FA3 656, 609)",
     ),
     _extend(architectures=_SM80, max_dim=128, max_rows=64, block_m=64, tile=Tile(32, 4, 3)),
     _extend(architectures=_SM80, max_dim=128, block_m=128, tile=Tile(32, 8, 2)),

@@ -23,7 +23,8 @@ class Tile:
 class DecodeRow:
     """Decode tiles of some architectures for heads up to `max_dim` and elements up to `max_itemsize` bytes.
 
-    `wide` is used while one program per unit covers the grid, else `narrow`, with `programs_per_unit`.
+    `max_kv_itemsize`: the same of stored elements alone. `wide` is used while one program per unit covers
+    the grid, else `narrow`, with `programs_per_unit`.
     `overlap`: kernels that start before the one in front has ended: 0 none, 1 the merge, 2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
@@ -33,6 +34,7 @@ class DecodeRow:
     wide: Tile
     narrow: Tile
     max_itemsize: int = 2
+    max_kv_itemsize: int = 8
     programs_per_unit: int = 2
     overlap: int = 0
     triton: tuple[str, ...] = ()
