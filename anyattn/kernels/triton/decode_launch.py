@@ -98,6 +98,9 @@ class _Layer:
     def __init__(
         self, cache: Cache, heads: Heads, variant: Variant, tiles: Decode, write_lse: bool, dtype: torch.dtype
     ) -> None:
+        self.kind = (heads, tiles, write_lse, dtype)
+        self.grid = tiles.num_ranges * decode_programs(heads)
+        self.merge_grid = tiles.num_ranges * heads.num_q
         block_dv, has_sinks = max(16, power_of_two(heads.v_dim)), variant.sinks is not None
         self.fixed = Fixed(
             cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
@@ -121,6 +124,11 @@ class _Layer:
         self.options = {"launch_pdl": True} if tiles.overlap > 1 else {}
         self.merge_options = {"launch_pdl": True} if tiles.overlap > 0 else {}
 
+    def serves(self, heads: Heads, tiles: Decode, write_lse: bool, dtype: torch.dtype) -> bool:
+        """Certainly; it may serve others that are equal to its own."""
+        mine = self.kind
+        return heads is mine[0] and tiles is mine[1] and write_lse is mine[2] and dtype is mine[3]
+
 
 def decode(
     q: torch.Tensor,
@@ -136,40 +144,62 @@ def decode(
 
     `work`: workspace in place of the step's, for layers with other heads.
     """
-    tiles = step.tiles
-    key = (heads, tiles, lse is None, q.dtype)
-    layer = cache.memo.get(key)
-    if layer is None:
-        layer = cache.memo[key] = _Layer(cache, heads, variant, tiles, lse is not None, q.dtype)
+    tiles, sinks = step.tiles, variant.sinks
+    layer: _Layer | None = cache.memo.get("decode")
+    if layer is None or not layer.serves(heads, tiles, lse is not None, q.dtype):
+        layer = _layer(cache, heads, variant, tiles, lse is not None, q.dtype)
     own, merging = step.fixed if work is None else step.with_pieces(work)
-    strides = (*q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0))
-    sinks, device = variant.sinks, direct_device()
+    q_t, q_h, _ = q.stride()
+    out_t, out_h, _ = out.stride()
+    strides = (q_t, q_h, out_t, out_h, 0 if lse is None else lse.stride(0))
+    device = direct_device()
     if device < 0:
         _launch(layer, step, heads, q, out, lse, sinks, strides, own, merging)
         return
-    places = (
-        q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-    )  # fmt: skip
-    known = (strides, own.key, device, sinks is None or sinks.dtype)
+    q_at, out_at = q.data_ptr(), out.data_ptr()
+    lse_at = None if lse is None else lse.data_ptr()
+    sinks_at = None if sinks is None else sinks.data_ptr()
+    known = (
+        strides,
+        own.key,
+        device,
+        (q_at | out_at | (lse_at or 0) | (sinks_at or 0)) & 15,
+        sinks is None or sinks.dtype,
+    )
     started = layer.started.get(known)
-    if started is None or _misaligned(places):
+    if started is None:
         started = _launch(layer, step, heads, q, out, lse, sinks, strides, own, merging)
-        if not _misaligned(places):
+        if known[3] == 0:  # of odd addresses, any may be the odd one
             layer.started[known] = started
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    ranges = tiles.num_ranges
-    started[0].start(stream, ranges * decode_programs(heads), *places, *strides, *own.values)
-    if started[1] is not None:
-        rest = (*places[1:], *strides[2:], heads.num_q)
-        started[1].start(stream, ranges * heads.num_q, *rest, *merging.values)
+    decoding, merges = started
+    decoding.start(stream, layer.grid, q_at, out_at, lse_at, sinks_at, *strides, *own.values)
+    if merges is not None:
+        merges.start(
+            stream,
+            layer.merge_grid,
+            out_at,
+            lse_at,
+            sinks_at,
+            out_t,
+            out_h,
+            strides[4],
+            heads.num_q,
+            *merging.values,
+        )
 
 
-def _misaligned(places: tuple[int | None, ...]) -> bool:
-    """Some address isn't a multiple of 16: another kernel."""
-    q, out, lse, sinks = places
-    return ((q or 0) | (out or 0) | (lse or 0) | (sinks or 0)) & 15 != 0
+def _layer(
+    cache: Cache, heads: Heads, variant: Variant, tiles: Decode, write_lse: bool, dtype: torch.dtype
+) -> _Layer:
+    """The layer's launches of that kind, which are the first to be asked in the next call."""
+    key = (heads, tiles, write_lse, dtype)
+    layer = cache.memo.get(key)
+    if layer is None:
+        layer = cache.memo[key] = _Layer(cache, heads, variant, tiles, write_lse, dtype)
+    cache.memo["decode"] = layer
+    return layer
 
 
 def _launch(
@@ -180,13 +210,13 @@ def _launch(
     """Both launches by the ordinary seam; on the direct path, how to repeat them."""
     tiles, merge = step.tiles, None
     compiled = launch(
-        decode_kernel, (tiles.num_ranges * decode_programs(heads),),
+        decode_kernel, (layer.grid,),
         (q, out, lse, sinks, *strides), layer.constexprs, (own, layer.fixed),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **layer.options,
     )  # fmt: skip
     if tiles.split:
         merge = launch(
-            merge_ranges_kernel, (tiles.num_ranges * heads.num_q,),
+            merge_ranges_kernel, (layer.merge_grid,),
             (out, lse, sinks, *strides[2:], heads.num_q),
             layer.merge_constexprs, (merging,), num_warps=2, num_stages=2, **layer.merge_options,
         )  # fmt: skip
