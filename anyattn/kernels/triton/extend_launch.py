@@ -127,11 +127,12 @@ def _matrices(call: _Call, block_n: int) -> Matrices | None:
     """All keys of a step as matrices whose boxes have `block_n` rows. None: they are read through pointers,
     because they come from two places, runs of slots are shorter than that, types differ or strides forbid it.
     """
-    cache = call.cache
+    cache, dtype = call.cache, call.q.dtype
     if call.k is not None and call.v is not None:
-        return None if call.step.pool_lens is not None else new_matrices(call.k, call.v)
+        alone = call.step.pool_lens is None and call.k.dtype == call.v.dtype == dtype
+        return new_matrices(call.k, call.v) if alone else None
     run = cache.run or cache.page
-    if run % block_n or cache.page % block_n or cache.k.dtype != call.q.dtype:
+    if run % block_n or cache.page % block_n or not cache.k.dtype == cache.v.dtype == dtype:
         return None
     if "matrices" not in cache.memo:
         cache.memo["matrices"] = pool_matrices(cache)
@@ -234,6 +235,7 @@ def _by_hand(call: _Call) -> bool:
         or call.variant.window is not None
         or heads.dim != heads.v_dim
         or heads.dim not in HOPPER_DIMS
+        or call.q.dtype.itemsize != 2
         or config.block_m // 2 % heads.group
     ):
         return False
