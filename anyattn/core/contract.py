@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -16,9 +17,17 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
 from anyattn.core.capabilities import Feature
 from anyattn.core.feature_check import layer_features
-from anyattn.core.groups import PlanGroup, Space
+from anyattn.core.groups import PlanGroup
+from anyattn.core.known_layer import KnownLayer
 from anyattn.core.layer import AttentionLayer
-from anyattn.core.layer_checks import check_no_prefix, check_owns_kv, check_pool_is_listed, check_storage
+from anyattn.core.layer_checks import (
+    another_plan,
+    check_no_prefix,
+    check_owns_kv,
+    check_pool_is_listed,
+    check_storage,
+    no_slots,
+)
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.metadata.segments import SegmentMetadata
@@ -59,7 +68,7 @@ class AttentionBackend(StepBackend):
         self._buffers: StepBuffers | None = None
         self._segments: SegmentMetadata | None = None
         self._shares_kv = any(s.kv_shared_with is not None for s in config.pool.specs)
-        self._known_layers: dict[tuple[int, ForwardMode], tuple[AttentionLayer, PlanGroup]] = {}
+        self._known_layers: dict[tuple[int, ForwardMode], KnownLayer] = {}
         self._known_traits: dict[ForwardMode, Traits] = {}
 
     def features(self, mode: ForwardMode) -> frozenset[Feature]:
@@ -206,7 +215,24 @@ class AttentionBackend(StepBackend):
         plan: Plan,
     ) -> LayerOutput:
         """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
-        group = self._check_plan(plan, batch, layer)
+        known = self._check_plan(plan, batch, layer)
+        group = known.group
+        if k is not None and v is not None and known.plain and save_kv_cache and inputs is None:
+            loc, tokens = plan.write_loc(group.table), plan.key.num_tokens
+            if (
+                not return_lse
+                and lse_out is None
+                and loc is not None
+                and loc.shape[0] == tokens
+                and known.takes(tokens, q, k, v, out)
+            ):
+                if out is None:
+                    out = q.new_empty((tokens, known.num_q, known.v_dim))
+                self.write_kv(layer, loc, k, v)
+                table = plan.tables.get(group.table)
+                known.run(AttentionCall(q, k, v, layer, plan, table, out, None, True, group))
+                self._clear_padding(batch, out, None)
+                return LayerOutput(out)
         shape = spec = layer.spec
         if spec.mla is not None:
             q, k, v, shape = as_whole(q, k, v, spec, plan.mla_method, inputs)
@@ -223,13 +249,18 @@ class AttentionBackend(StepBackend):
         stored = self._store(layer, group, k3, v3, plan, save_kv_cache)
         table = plan.tables.get(group.table)
         call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs)
-        self._dispatch(batch.forward_mode, call)
+        known.run(call)
+        self._clear_padding(batch, out3, lse)
+        return LayerOutput(result, lse)
+
+    @staticmethod
+    def _clear_padding(batch: ForwardBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Padded rows of eager steps are zero, and have seen no key."""
         if batch.num_padding_tokens and batch.captured_mode is None:
             padding = slice(batch.num_tokens - batch.num_padding_tokens, None)
-            out3[padding] = 0
+            out[padding] = 0
             if lse is not None:
                 lse[padding] = -torch.inf
-        return LayerOutput(result, lse)
 
     def _traits_of(self, mode: ForwardMode) -> Traits:
         found = self._known_traits.get(mode)
@@ -237,28 +268,21 @@ class AttentionBackend(StepBackend):
             found = self._known_traits[mode] = self.traits(mode)
         return found
 
-    def _dispatch(self, mode: ForwardMode, call: AttentionCall) -> None:
-        if mode is ForwardMode.DECODE and call.layer.spec.kind is not AttentionKind.ENCODER_ONLY:
-            self.forward_decode(call)
-        elif mode is ForwardMode.MIXED:
-            self.forward_mixed(call)
-        else:
-            self.forward_extend(call)
+    def _runner(self, mode: ForwardMode, layer: AttentionLayer) -> Callable[[AttentionCall], None]:
+        if mode is ForwardMode.DECODE and layer.spec.kind is not AttentionKind.ENCODER_ONLY:
+            return self.forward_decode
+        return self.forward_mixed if mode is ForwardMode.MIXED else self.forward_extend
 
-    def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> PlanGroup:
+    def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> KnownLayer:
         key = plan.key
         if key.serial != batch.serial or key.owner != self.owner:
-            other = "another batch" if key.serial != batch.serial else "another backend"
-            raise PlanError(
-                f"the plan in the forward context was made for {other}",
-                asked=f"batch {batch.serial} on {self.config.name}",
-                allowed=f"batch {key.serial} ({key.mode.value}, {key.num_tokens} tokens)",
-                hint="call init_forward_metadata for this batch and enter forward_context with its plan",
-            )
+            raise another_plan(plan, batch, self.config.name)
         known = self._known_layers.get((layer.layer_id, key.mode))
-        if known is None or known[0] is not layer:
-            known = self._known_layers[layer.layer_id, key.mode] = (layer, self._check_layer(layer, key.mode))
-        return known[1]
+        if known is None or known.layer is not layer:
+            group, run = self._check_layer(layer, key.mode), self._runner(key.mode, layer)
+            known = KnownLayer(layer, key.mode, group, run, self._dtype)
+            self._known_layers[layer.layer_id, key.mode] = known
+        return known
 
     def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> PlanGroup:
         """Once per layer and mode: its plan group here is planned, for its heads, with its features."""
@@ -326,13 +350,7 @@ class AttentionBackend(StepBackend):
             return False
         loc = plan.write_loc(group.table)
         if loc is None or loc.shape[0] != k.shape[0]:
-            name = "encoder_out_cache_loc" if group.table.space is Space.ENCODER else "out_cache_loc"
-            raise BatchError(
-                f"{name} has no slots for these keys",
-                asked=k.shape[0],
-                allowed=0 if loc is None else loc.shape[0],
-                hint=f"give {name}, or pass save_kv_cache=False",
-            )
+            raise no_slots(loc, k, group)
         self.write_kv(layer, loc, k, v)
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from anyattn.core.hashing import hashed_once
 from anyattn.core.spec import AttentionKind, AttentionSpec
@@ -95,14 +96,23 @@ class GroupSet:
         sizes = [s.sliding_window for s in specs if s.sliding_window is not None]
         apart = frozenset(w for w in sizes if w in windows)
         heads: dict[PlanGroup, int] = {}
+        tables: dict[TableGroup, TableGroup] = {}
         for spec in specs:
             group = _in_space(PlanGroup.of(spec), apart)
+            group = replace(group, table=tables.setdefault(group.table, group.table))
             heads[group] = max(heads.get(group, 0), spec.num_q_heads)
         return GroupSet(tuple(heads), heads, apart)
 
     def locate(self, group: PlanGroup) -> PlanGroup:
-        """The group of a layer whose spec alone says `group`, with the space that it has in this pool."""
-        return _in_space(group, self.windows)
+        """The group of a layer whose spec alone says `group`, with the space that it has in this pool: the
+        object that plans are keyed by, since comparing two equal ones costs more than looking one up.
+        """
+        found = _in_space(group, self.windows)
+        return self._own.get(found, found)
+
+    @cached_property
+    def _own(self) -> dict[PlanGroup, PlanGroup]:
+        return {group: group for group in self.plan_groups}
 
     @property
     def table_groups(self) -> tuple[TableGroup, ...]:

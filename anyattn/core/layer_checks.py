@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from anyattn.core.batch import ForwardBatch
+from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
@@ -9,7 +13,37 @@ from anyattn.core.spec import AttentionKind
 from anyattn.core.strategy import Strategy
 from anyattn.errors import BatchError, PlanError
 
-__all__ = ["check_no_prefix", "check_owns_kv", "check_pool_is_listed", "check_storage"]
+__all__ = [
+    "another_plan",
+    "check_no_prefix",
+    "check_owns_kv",
+    "check_pool_is_listed",
+    "check_storage",
+    "no_slots",
+]
+
+
+def another_plan(plan: Plan, batch: ForwardBatch, name: str) -> PlanError:
+    """What is raised where the context's plan isn't this batch's on backend `name`."""
+    key = plan.key
+    other = "another batch" if key.serial != batch.serial else "another backend"
+    return PlanError(
+        f"the plan in the forward context was made for {other}",
+        asked=f"batch {batch.serial} on {name}",
+        allowed=f"batch {key.serial} ({key.mode.value}, {key.num_tokens} tokens)",
+        hint="call init_forward_metadata for this batch and enter forward_context with its plan",
+    )
+
+
+def no_slots(loc: torch.Tensor | None, k: torch.Tensor, group: PlanGroup) -> BatchError:
+    """What is raised where a step has no slots for the keys of a layer, or other ones."""
+    name = "encoder_out_cache_loc" if group.table.space is Space.ENCODER else "out_cache_loc"
+    return BatchError(
+        f"{name} has no slots for these keys",
+        asked=k.shape[0],
+        allowed=0 if loc is None else loc.shape[0],
+        hint=f"give {name}, or pass save_kv_cache=False",
+    )
 
 
 def check_storage(pool: KVPool, layer: AttentionLayer) -> None:

@@ -133,8 +133,8 @@ MUTANTS = (
     ),
     Mutant(
         name="padded rows left as they are",
-        where=f"{_CONTRACT}.forward",
-        old="out3[padding] = 0",
+        where=f"{_CONTRACT}._clear_padding",
+        old="out[padding] = 0",
         new="pass",
         names=("padding",),
         report="vllm#37682",

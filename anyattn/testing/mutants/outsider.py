@@ -153,7 +153,7 @@ MUTANTS = (
     # Padded rows claim a mass of one, so that merging them with another part halves it.
     Mutant(
         name="padded rows with a log-sum-exp of zero",
-        where=f"{_CONTRACT}.forward",
+        where=f"{_CONTRACT}._clear_padding",
         old="lse[padding] = -torch.inf",
         new="lse[padding] = 0",
         names=("pad",),
