@@ -50,6 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
         monkeypatch.setattr(decode_launch, name, kernel)
     found["kv_write_kernel"] = Kernel()
     monkeypatch.setattr(attention, "kv_write_kernel", found["kv_write_kernel"])
+    monkeypatch.setattr(decode_launch, "_fills", {})
     monkeypatch.setattr(launch, "_direct", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -149,3 +150,13 @@ def test_writes_are_repeated_too(kernels: dict[str, Kernel]) -> None:
     odd = torch.zeros(3 * 32 + 1, dtype=torch.float16)[1:].view(3, 2, 16)
     attention.kv_write(odd, odd, cache, torch.arange(3))
     assert len(kernel.launches) == 2
+
+
+def test_ranges_are_filled_alike(kernels: dict[str, Kernel]) -> None:
+    kernel, steps = kernels["ranges_kernel"], [step() for _ in range(3)]
+    for each in steps:
+        decode_launch.fill_ranges(each)
+    assert len(kernel.launches) == 1
+    (grid, args, options), run, last = kernel.launches[0], kernel.compiled.calls[-1], steps[-1]
+    tensors = (last.req_rows, last.kv_start, last.kv_lens, last.ranges)
+    assert run == as_run(grid, (*tensors, *args[4:]), options)
