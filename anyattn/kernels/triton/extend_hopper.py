@@ -1,6 +1,6 @@
-"""Causal extend for Hopper, scheduled by hand (Gluon): one warp fetches, two warpgroups compute.
+"""Causal extend for Hopper, scheduled by hand (Gluon): two warps fetch, two warpgroups compute.
 
-A program stays on its SM and works through blocks of 128 query rows. The fetching warp copies K and V by
+A program stays on its SM and works through blocks of 128 query rows. The fetching warps copy K and V by
 tensor descriptors, in boxes of as many rows as lie in consecutive slots; each computing warpgroup has 64
 rows and keeps two products in flight, so that the softmax of one tile runs beside the values of the last.
 """
@@ -282,14 +282,20 @@ def extend_hopper_kernel(
                 1, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (fetch, (
-                q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h,
-                page_rows, head_rows, none, num_requests, num_blocks, num_heads, num_items,
-                q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
+                q, k, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, page_rows,
+                head_rows, none, num_requests, num_blocks, num_heads, num_items,
+                q_boxes, k_boxes, q_full, q_empty, k_full, k_empty,
+                True, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
+            )),
+            (fetch, (
+                q, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, v_h, page_rows,
+                head_rows, none, num_requests, num_blocks, num_heads, num_items,
+                q_boxes, v_boxes, q_full, q_empty, v_full, v_empty,
+                False, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip
 
 

@@ -92,11 +92,13 @@ def _fetch_queries(q, boxes, full, empty, begun, token, head, TOKENS: gl.constex
 
 
 @gluon.jit
-def fetch(q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, v_h, page_rows,
-           head_rows, none, num_requests, num_blocks, num_heads, num_items,
-           q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-           GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr,
-           BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def fetch(q, matrix, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, head_columns,
+          page_rows, head_rows, none, num_requests, num_blocks, num_heads, num_items,
+          q_boxes, boxes, q_full, q_empty, full, empty,
+          QUERIES: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr,
+          PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """One warp's work: all tiles of K, or of V; and the queries, if asked."""
     TOKENS: gl.constexpr = 128 // PACK
     COUNT: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * HALVES * 128
@@ -108,35 +110,21 @@ def fetch(q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, sourc
             b, head_id, offset, t0, _extend, _prefix, end, tiles = row_block(
                 item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
             )
-            if tiles > 0:
-                _fetch_queries(
-                    q, q_boxes, q_full, q_empty, begun, offset + t0, head_id * PACK, TOKENS, HALVES
-                )
-                begun += 1
+            if QUERIES:  # noqa: SIM102
+                if tiles > 0:
+                    _fetch_queries(
+                        q, q_boxes, q_full, q_empty, begun, offset + t0, head_id * PACK, TOKENS, HALVES
+                    )
+                    begun += 1
             kv_head = (head_id * PACK) // GROUP
             table = source + gl.load(req_rows + b) * source_row
             for i in range(tiles):
-                n = (tiles - 1 - i) * BLOCK_N
-                stage = step % STAGES
-                phase = (step // STAGES) % 2
                 rows = _box_rows(
-                    table,
-                    slot_map,
-                    n,
-                    end,
-                    offset,
-                    page_rows,
-                    kv_head * head_rows,
-                    none,
-                    PAGED,
-                    PAGE,
-                    BOX,
-                    COUNT,
-                )
+                    table, slot_map, (tiles - 1 - i) * BLOCK_N, end, offset, page_rows, kv_head * head_rows,
+                    none, PAGED, PAGE, BOX, COUNT,
+                )  # fmt: skip
                 _fetch_tile(
-                    k, k_boxes, k_full, k_empty, stage, phase, rows, kv_head * k_h, BYTES, HALVES, COUNT
-                )
-                _fetch_tile(
-                    v, v_boxes, v_full, v_empty, stage, phase, rows, kv_head * v_h, BYTES, HALVES, COUNT
-                )
+                    matrix, boxes, full, empty, step % STAGES, (step // STAGES) % 2, rows,
+                    kv_head * head_columns, BYTES, HALVES, COUNT,
+                )  # fmt: skip
                 step += 1
