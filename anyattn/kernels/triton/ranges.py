@@ -10,12 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "listed", "ranges_kernel"]
+__all__ = ["FEW_TILES", "FIELDS", "listed", "ranges_kernel"]
 
 FIELDS = 16
 """int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
 first column and length; from 8 on the request that begins here and ends in a later range, and its ranges.
 """
+
+FEW_TILES = tl.constexpr(16)
+"""Requests this short are cut tile by tile: their merges are one pass, and latency is all that they cost."""
 
 _FAR = tl.constexpr(0x7FFFFFFF)
 
@@ -74,7 +77,8 @@ def ranges_kernel(
             tiles = _tiles(kv_start, kv_lens, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
             total += tl.sum(tiles, 0)
             longest = tl.maximum(longest, tl.max(tiles, 0))
-    step = tl.maximum(tl.cdiv(total, num_ranges), MIN_TILES)
+    fewest = tl.where(longest > FEW_TILES, MIN_TILES, 1)
+    step = tl.maximum(tl.cdiv(total, num_ranges), fewest)
     round_to = tl.full([], 1, tl.int32)
     if OWN:
         tiles = _tiles(kv_start, kv_lens, i, batch, window, BLOCK_N, SUB, HAS_WINDOW)

@@ -107,8 +107,10 @@ def test_equal_lengths_are_cut_evenly(batch: int, tiles: int, num_ranges: int) -
 
 
 def test_a_range_has_some_tiles() -> None:
-    records, _ = dealt([8 * BLOCK], 8, min_tiles=2)
-    assert [record[3] for record in records] == [1, 1, 1, 1, 0, 0, 0, 0]
+    records, _ = dealt([18 * BLOCK], 12, min_tiles=2)
+    assert [record[2] * record[3] for record in records] == [2] * 9 + [0] * 3
+    records, _ = dealt([8 * BLOCK], 12, min_tiles=2)
+    assert [record[2] * record[3] for record in records] == [1] * 8 + [0] * 4, "one merge of 16 at most"
 
 
 def test_a_window_skips_to_the_run_with_its_first_key() -> None:

@@ -29,7 +29,7 @@ __all__ = [
 
 WIDE_HEADS = 32
 MIN_TILES = 2
-"""A range of fewer tiles costs more to start and to merge than it saves."""
+"""Fewer tiles of a range cost more to start and to merge than they save, but of the shortest requests."""
 GOOD_FILL = 0.9
 
 
@@ -147,11 +147,11 @@ def choose_decode(
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile: Tile = row.wide if wide else row.narrow
     tiles = max(1, -(-max_kv_len // tile.block_n))
-    split = tiles > MIN_TILES
+    split = tiles > (1 if wide else MIN_TILES)
     ranges = batch
     if split:
         slots = units if wide else row.programs_per_unit * units
-        ranges = min(_fitting_ranges(programs, slots), batch * -(-tiles // MIN_TILES))
+        ranges = min(_fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
     return Decode(tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split else 0)
 
