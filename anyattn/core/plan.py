@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -115,8 +115,7 @@ class Table:
         return self.block_table
 
 
-@dataclass(frozen=True)
-class PlanKey:
+class PlanKey(NamedTuple):
     """The shape that a plan was made for. `serial` is the batch's identity, `owner` the backend's."""
 
     serial: int

@@ -122,7 +122,11 @@ def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
         batch.forward_mode is key.mode
         and batch.batch_size == key.num_requests
         and batch.num_tokens == key.num_tokens
-        and all(_alike(getattr(batch, name), getattr(was, name)) for name in _OPTIONAL)
+        and (batch.out_cache_loc is None) is (was.out_cache_loc is None)
+        and (batch.positions is None) is (was.positions is None)
+        and (batch.encoder_lens is None) is (was.encoder_lens is None)
+        and (batch.encoder_out_cache_loc is None) is (was.encoder_out_cache_loc is None)
+        and type(batch.mask) is type(was.mask)
     ):
         return
     for name, asked, allowed in (
@@ -141,10 +145,6 @@ def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
 
 
 _OPTIONAL = ("out_cache_loc", "positions", "encoder_lens", "encoder_out_cache_loc", "mask")
-
-
-def _alike(a: object, b: object) -> bool:
-    return type(a) is type(b)
 
 
 def _given(value: object) -> str:

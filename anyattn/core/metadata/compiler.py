@@ -202,7 +202,7 @@ class MetadataCompiler:
             )  # fmt: skip
         parts = [(at, getattr(batch, attribute), dtype) for attribute, at, dtype in layout[1]]
         if all(value.is_cpu for _, value, _ in parts):
-            self._uploader.send(layout[0], parts)
+            self._uploader.send(layout[0], parts, layout)
         else:
             self._upload(batch, storage)
 
