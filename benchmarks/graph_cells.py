@@ -56,7 +56,7 @@ class Measured:
 
     Attributes:
         layers: of the pool. over_bare, over_direct: ratios. host_us: of the whole call, graph launch
-            included; launch_us: of the graph's launch alone.
+            included, behind another call; host_cold_us: behind a wait; launch_us: of the launch alone.
         direct: the other loop, None without one. judged: measured on a GPU.
     """
 
@@ -69,6 +69,7 @@ class Measured:
     bare_us: float
     over_bare: float
     host_us: float
+    host_cold_us: float
     launch_us: float
     direct: str | None
     direct_us: float | None
@@ -95,15 +96,15 @@ class Measured:
         cells = [
             self.backend, f"{self.requests} x {self.context}", str(self.layers), f"{self.step_us:.1f}",
             f"{self.bare_us:.1f}", f"{self.over_bare:.3f}", _number(self.direct_us, 1),
-            _number(self.over_direct, 3), f"{self.host_us:.1f}", f"{self.launch_us:.1f}",
-            _number(self.direct_host_us, 1), verdict,
+            _number(self.over_direct, 3), f"{self.host_us:.1f}", f"{self.host_cold_us:.1f}",
+            f"{self.launch_us:.1f}", _number(self.direct_host_us, 1), verdict,
         ]  # fmt: skip
         return f"| {' | '.join(cells)} |"
 
 
 _HEAD = (
     "| backend | B x context | layers of KV | step us | bare us | step/bare | direct us | step/direct "
-    "| host us | of it launch | direct host us | verdict |"
+    "| host us | behind a wait | of it launch | direct host us | verdict |"
 )
 
 
@@ -113,4 +114,4 @@ def _number(value: float | None, digits: int) -> str:
 
 def table(found: Iterable[Measured]) -> str:
     """Markdown."""
-    return "\n".join([_HEAD, "|---" * 12 + "|", *(each.row() for each in found)])
+    return "\n".join([_HEAD, "|---" * 13 + "|", *(each.row() for each in found)])
