@@ -18,7 +18,7 @@ from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
 __all__ = ["DecodeStep", "decode", "fill_ranges", "pieces"]
 
-_BLOCK_B = 1024
+_FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
 _RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B")
 _fills: dict[tuple[Any, ...], Started] = {}
 
@@ -85,7 +85,7 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
     tensors = (step.req_rows, step.kv_start, step.kv_lens, step.ranges)
     numbers = (batch, tiles.num_ranges, step.window or 0)
     own = tiles.split and batch <= min(tiles.num_ranges, _BLOCK_B)
-    block_b = min(_BLOCK_B, max(16, power_of_two(batch)))
+    block_b = _FEW_B if batch <= _FEW_B else _BLOCK_B
     sub = sub_page(step.run, tiles.block_n)
     constants = (tiles.block_n, sub, step.window is not None, tiles.min_tiles, tiles.split, own, block_b)
     odd = 0
@@ -98,8 +98,9 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
             return
     constexprs = dict(zip(_RANGES_CONSTEXPRS, constants, strict=True))
     compiled = launch(
-        ranges_kernel, (tiles.num_ranges,), (*tensors, *numbers), constexprs, num_warps=1, num_stages=1
-    )
+        ranges_kernel, (tiles.num_ranges,), (*tensors, *numbers), constexprs,
+        num_warps=1 if block_b == _FEW_B else 4, num_stages=1,
+    )  # fmt: skip
     if compiled is not None and odd == 0:
         _fills[device, odd, constants] = Started(compiled, constants)
 

@@ -84,6 +84,7 @@ def test_every_tile_once(seed: int) -> None:
 
 
 def test_more_requests_than_a_program_sums_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_launch, "_FEW_B", 16)
     monkeypatch.setattr(decode_launch, "_BLOCK_B", 16)
     rng = random.Random(3)
     judged([rng.randrange(200) for _ in range(53)], 9)

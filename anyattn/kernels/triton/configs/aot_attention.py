@@ -262,7 +262,7 @@ ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128-float32", shape=_FLOAT32, spills=BETWEEN_REQUESTS),
     _decode("decode/d256-float32", shape=_FLOAT32_256, spills={**RDNA_WIDE_FLOAT32, **BETWEEN_REQUESTS}),
     attention_entry("ranges/64-requests", "ranges_kernel", Shape()),
-    attention_entry("ranges/one-request-window", "ranges_kernel", Shape(batch=1, window=1024)),
+    attention_entry("ranges/512-requests-window", "ranges_kernel", Shape(batch=512, window=1024)),
     attention_entry("merge/d128", "merge_ranges_kernel", Shape(batch=1), spills=BETWEEN_REQUESTS),
     _extend("extend/d128", shape=Shape(new=512)),
     _extend("extend/d128-paged", shape=Shape(new=512, direct=False)),
