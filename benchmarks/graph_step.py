@@ -123,7 +123,8 @@ def _host(call: Callable[[int], object], device: torch.device) -> tuple[float, f
     """us until a call returns, medians: of the second and third of three in a row, and of the first, which
     finds an idle device. No more in a row: staging buffers would be waited for.
     """
-    first, later = [], []
+    first: list[float] = []
+    later: list[float] = []
     gc.disable()
     try:
         for number in range(3 * STEPS):
