@@ -236,6 +236,7 @@ _FRESH = Shape(new=512, fresh=True)
 _PAGE_64 = Shape(new=512, direct=False, page=64)
 _BESIDE_LOOPS = {"sm_90": "a few registers, once before and once after the loop over whole tiles"}
 _BETWEEN_BLOCKS = {"sm_90": "a few registers, once a block of rows, outside of the loops over tiles"}
+_THIRD_BLOCK = "two to four registers, for a third block per SM"
 _MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
 
 _decode = partial(attention_entry, kernel="decode_kernel")
@@ -273,11 +274,19 @@ ENTRIES: tuple[Entry, ...] = (
     _extend("extend/d80-bidirectional", shape=Shape(kv_heads=32, dim=80, causal=False, new=512, lse=True)),
     _extend("extend/d192-v128", shape=replace(_UNEQUAL, new=512), spills=RDNA3_WIDE_HEADS),
     _extend("extend/d256-cap", shape=replace(_CAP_256, new=512), spills=RDNA3_WIDE_HEADS),
-    _extend("extend/d256-verify-mask", shape=replace(_PLAIN_256, new=4, mask=True), spills=RDNA3_WIDE_HEADS),
+    _extend(
+        "extend/d256-verify-mask",
+        shape=replace(_PLAIN_256, new=4, mask=True),
+        spills={**RDNA3_WIDE_HEADS, "sm_90": _THIRD_BLOCK},
+    ),
     _extend("extend/d128-fp8", shape=Shape(fp8=True, new=512)),
     _extend("extend/d256-fp8", shape=replace(_PLAIN_256, fp8=True, new=512)),
     _extend("extend/d128-float32", shape=replace(_FLOAT32, new=512)),
-    _extend("extend/d256-float32", shape=replace(_FLOAT32_256, new=512), spills=RDNA_WIDE_FLOAT32),
+    _extend(
+        "extend/d256-float32",
+        shape=replace(_FLOAT32_256, new=512),
+        spills={**RDNA_WIDE_FLOAT32, "sm_86": _THIRD_BLOCK, "sm_89": _THIRD_BLOCK},
+    ),
     _extend_hopper("extend/d128-hopper", shape=_FRESH),
     _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
     _extend_hopper(
