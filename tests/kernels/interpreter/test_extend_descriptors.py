@@ -14,6 +14,9 @@ from anyattn.kernels.triton.configs.choose import Extend
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.launch import set_hook
 from anyattn.kernels.triton.recording import recording_launches
+from anyattn.testing.cases import Case
+from anyattn.testing.interpreter import offer_triton
+from anyattn.testing.judge import check_case
 
 TILES = Extend(32, 16, 4, 1, tma=Extend(32, 16, 4, 1))
 POINTERS = replace(TILES, tma=None)
@@ -211,3 +214,15 @@ def test_a_replay_reads_what_lies_there_then() -> None:
         step.values.normal_()
         graph.replay()
         assert step.error(PLAIN) < 1e-5
+
+
+@pytest.mark.parametrize(("prefix", "kernel"), [((0, 0), "extend_tma_kernel"), ((0, 3), "extend_kernel")])
+def test_the_backend_reads_new_keys_where_nothing_is_cached(
+    prefix: tuple[int, ...], kernel: str, launched: list[str]
+) -> None:
+    """Pages of 4 are too short for descriptors: k and v as given aren't."""
+    offer_triton()
+    case = Case(prefix_lens=prefix, extend_lens=(37, 20), page_size=4, head_dim=16, v_head_dim=16)
+    report = check_case(case, backend="triton")
+    assert report.passed, str(report)
+    assert [name for name in launched if name.startswith("extend")] == [kernel]
