@@ -32,7 +32,7 @@ def chosen(cell: Cell, device: torch.device, mode: str) -> str | None:
     None if nobody serves it.
     """
     try:
-        decision = decide(cell, device, 1)
+        decision = decide(cell, device, 1, route=True)
         first = decision.phase(cell.phase).backend
     except SelectionError:
         return None

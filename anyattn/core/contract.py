@@ -45,7 +45,7 @@ from anyattn.core.traits import (
     HostLengthNeed,
     Traits,
 )
-from anyattn.errors import BatchError, FeatureError, GraphError, PlanError
+from anyattn.errors import FeatureError, GraphError, PlanError
 
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
 
@@ -316,17 +316,9 @@ class AttentionBackend(StepBackend):
     def _lse_buffer(
         self, q: torch.Tensor, wanted: bool, lse_out: torch.Tensor | None, mode: ForwardMode
     ) -> torch.Tensor | None:
-        if not wanted:
-            if lse_out is not None:
-                raise BatchError(
-                    "lse_out without return_lse",
-                    asked="return_lse=False",
-                    allowed="return_lse=True",
-                    hint="pass return_lse=True, or no lse_out",
-                )
-            return None
-        self._require(Feature.LSE, mode, "return_lse")
-        return lse_like(q, lse_out)
+        if wanted:
+            self._require(Feature.LSE, mode, "return_lse")
+        return lse_like(q, lse_out, wanted)
 
     def _store(
         self, layer: AttentionLayer, group: PlanGroup, k: torch.Tensor | None, v: torch.Tensor | None,
@@ -335,10 +327,6 @@ class AttentionBackend(StepBackend):
         """Write this step's KV. True if k and v (or everything) can be read from the pool."""
         kind = layer.spec.kind
         if k is None or v is None:
-            if kind is AttentionKind.ENCODER_ONLY:
-                raise BatchError(
-                    "an encoder-only layer caches nothing", asked=None, allowed="tensors", hint="pass k and v"
-                )
             check_pool_is_listed(plan, layer)
             return True
         if kind is AttentionKind.ENCODER_ONLY:

@@ -88,7 +88,15 @@ def check_no_prefix(plan: Plan) -> None:
 
 
 def check_pool_is_listed(plan: Plan, layer: AttentionLayer) -> None:
-    """A call without k and v reads this step's keys through the table, which must list them."""
+    """A call without k and v reads this step's keys through the table, which must list them.
+
+    Raises:
+        BatchError: an encoder-only layer, which caches nothing. PlanError: a step planned without the pool.
+    """
+    if layer.spec.kind is AttentionKind.ENCODER_ONLY:
+        raise BatchError(
+            "an encoder-only layer caches nothing", asked=None, allowed="tensors", hint="pass k and v"
+        )
     if plan.strategy is not Strategy.PAGED and layer.spec.kind is not AttentionKind.CROSS:
         raise PlanError(
             f"layer {layer.layer_id} reads everything from the pool, but the step was planned without it",

@@ -92,8 +92,21 @@ def output_like(
     return out, (out.view(tokens, heads, dim) if out.dim() == 2 else out)
 
 
-def lse_like(q: torch.Tensor, lse_out: torch.Tensor | None) -> torch.Tensor:
-    """`lse_out` or fresh memory, float32 `[T, Hq]`. Raises `BatchError` for another shape or dtype."""
+def lse_like(q: torch.Tensor, lse_out: torch.Tensor | None, wanted: bool = True) -> torch.Tensor | None:
+    """`lse_out` or fresh memory, float32 `[T, Hq]`; None unless `wanted`.
+
+    Raises:
+        BatchError: another shape or dtype, or an `lse_out` that isn't wanted.
+    """
+    if not wanted:
+        if lse_out is not None:
+            raise BatchError(
+                "lse_out without return_lse",
+                asked="return_lse=False",
+                allowed="return_lse=True",
+                hint="pass return_lse=True, or no lse_out",
+            )
+        return None
     shape = q.shape[:2]
     if lse_out is None:
         return torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -126,7 +126,7 @@ class GraphLab:
         return self.serving_of(self.backend)
 
     def serving_of(self, backend: Any) -> Any:
-        """The child of a hybrid that serves the captured mode (the first of a route), or the backend itself."""
+        """The child of a hybrid that serves the captured mode (a route's first), or the backend itself."""
         mode = self.setup.mode
         return backend.routed(mode, backend.routes(mode)[0])
 

@@ -144,8 +144,8 @@ def test_few_layers_where_all_would_be_too_large(cell: Cell, layers: int) -> Non
 def measured(**fields: object) -> Measured:
     base = Measured(
         backend="triton", method="m", requests=16, context=1024, layers=32, step_us=102.0, bare_us=100.0,
-        over_bare=1.02, host_us=50.0, host_cold_us=50.0, launch_us=10.0, direct="d", direct_us=101.0, direct_host_us=60.0,
-        over_direct=1.01, replays=112, judged=True,
+        over_bare=1.02, host_us=50.0, host_cold_us=50.0, launch_us=10.0, direct="d", direct_us=101.0,
+        direct_host_us=60.0, over_direct=1.01, replays=112, judged=True,
     )  # fmt: skip
     return replace(base, **fields)  # type: ignore[arg-type]
 
