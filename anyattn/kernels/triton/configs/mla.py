@@ -142,4 +142,5 @@ def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> i
 
     most = max(1, -(-tiles // 2))
     wanted = {*range(1, _FEW_SPLITS + 1), max(1, units // programs)}
-    return min(sorted(min(n, most) for n in wanted), key=cost)
+    best: int = min(sorted(min(n, most) for n in wanted), key=cost)
+    return best
