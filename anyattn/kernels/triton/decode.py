@@ -32,10 +32,11 @@ def decode_kernel(
     cache; None: they are the same. A request that one range holds is written to `out`, with its sink; a
     piece of one that several hold to row `range + request` of `part_out [R + B, Hq, DV]` and
     `part_lse [R + B, Hq]`, natural log, without sinks.
-    OVERLAP: launched before the kernel in front of it has ended (sm_90: programmatic dependent launch).
+    OVERLAP 1: the merge may be launched before the last program has ended (sm_90: programmatic dependent
+    launch); 2: so was this kernel before the one in front of it.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    if OVERLAP:
+    if OVERLAP > 1:
         tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     programs = kv_heads * HEAD_BLOCKS
@@ -127,5 +128,5 @@ def decode_kernel(
             tl.store(lse + b * lse_t + heads, natural, mask=in_group & whole)
         at *= 0
         b += 1
-    if OVERLAP:
+    if OVERLAP > 0:
         tl.extra.cuda.gdc_launch_dependents()

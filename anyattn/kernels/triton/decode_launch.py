@@ -127,7 +127,7 @@ class _Layer:
             "BLOCK_H": heads.block, "BLOCK_N": tiles.block_n,
             "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
-            "UPCAST": upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide, "OVERLAP": tiles.overlap > 1,
+            "UPCAST": upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {
             "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,
