@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anyattn.kernels.triton.attention import Cache
 
-__all__ = ["Matrices", "Matrix", "boxes", "new_matrices", "pool_matrices"]
+__all__ = ["Matrices", "Matrix", "boxes", "described", "new_matrices", "pool_matrices"]
 
 _ALIGNED = 16
 """Bytes: CUDA driver API, cuTensorMapEncodeTiled, of the address and of all strides but the last."""
@@ -100,10 +100,22 @@ def _pages(
     return (matrix, head if in_row else 0, page_rows, head_rows) if matrix.allowed else None
 
 
+def described(
+    kind: type[Any], base: torch.Tensor, shape: list[int], strides: list[int], block_shape: list[int],
+    **more: Any,
+) -> Any:  # fmt: skip
+    """`kind(base, shape, strides, block_shape, **more)` without its checks, which take longer than a launch:
+    the caller has made them (`Matrix.allowed`).
+    """
+    made = object.__new__(kind)
+    made.__dict__.update(base=base, shape=shape, strides=strides, block_shape=block_shape, **more)
+    return made
+
+
 def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Triton's descriptors of boxes `[rows, D]` and `[rows, Dv]`."""
 
     def make(x: Matrix) -> TensorDescriptor:
-        return TensorDescriptor(x.storage, [x.rows, x.width], [x.stride, 1], [rows, x.dim])
+        return described(TensorDescriptor, x.storage, [x.rows, x.width], [x.stride, 1], [rows, x.dim])
 
     return kv.described(rows, make)

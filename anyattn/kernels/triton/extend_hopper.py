@@ -19,13 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anyattn.kernels.triton.descriptors import Matrices, Matrix
+from anyattn.kernels.triton.descriptors import Matrices, Matrix, described
 from anyattn.kernels.triton.extend_hopper_fetch import fetch, item_of, row_block
 
 __all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel", "query_boxes"]
 
 OUTSIDE = 1 << 30
 """A row past the end of any matrix: copies of it are zeros."""
+
+_ROWS_OF_KEYS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_ROWS_OF_QUERIES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 # Named `barrier` from Triton 3.7 on.
 _threads_meet = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -301,10 +304,11 @@ def extend_hopper_kernel(
 
 def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Descriptors of boxes `[rows, 64]`: half a head of 128."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
     def make(x: Matrix) -> TensorDescriptor:
-        return TensorDescriptor(x.storage, [x.rows, x.width], [x.stride, 1], [rows, 64], layout)
+        return described(
+            TensorDescriptor, x.storage, [x.rows, x.width], [x.stride, 1], [rows, 64], layout=_ROWS_OF_KEYS
+        )
 
     return kv.described(("gluon", rows), make)
 
@@ -314,5 +318,7 @@ def query_boxes(q: torch.Tensor, pack: int) -> TensorDescriptor | None:
     size = q.element_size()
     if q.data_ptr() % 16 or q.stride(0) * size % 16 or q.stride(1) * size % 16 or q.stride(2) != 1:
         return None
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor(q, list(q.shape), list(q.stride()), [64 // pack, pack, 64], layout)
+    made: TensorDescriptor = described(
+        TensorDescriptor, q, [*q.shape], [*q.stride()], [64 // pack, pack, 64], layout=_ROWS_OF_QUERIES
+    )
+    return made
