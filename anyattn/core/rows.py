@@ -15,11 +15,13 @@ WIDEST_LOAD = 16
 
 def aligned(x: torch.Tensor, nbytes: int = WIDEST_LOAD) -> torch.Tensor:
     """`x`, or a copy where a row of any of its leading axes doesn't begin at a multiple of `nbytes`."""
-    unit = nbytes // x.element_size()
-    steps = x.stride()[:-1]
-    if x.stride(-1) == 1 and x.data_ptr() % nbytes == 0 and not any(step % unit for step in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    unit, strides = nbytes // x.element_size(), x.stride()
+    if strides[-1] != 1 or x.data_ptr() % nbytes:
+        return x.clone(memory_format=torch.contiguous_format)
+    for step in strides[:-1]:
+        if step % unit:
+            return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def dense(x: torch.Tensor, nbytes: int = WIDEST_LOAD) -> torch.Tensor:
