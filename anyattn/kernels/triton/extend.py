@@ -60,9 +60,9 @@ def _between(column, first, last, HAS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def softmax_rows(qk, v, m, den, acc, scale, AWAIT: tl.constexpr):
+def softmax_rows(qk, v, m, den, acc, scale):
     """`common.softmax_tile` for rows whose m begins at a finite floor: two registers and two instructions a
-    row less. AWAIT: the product with v is complete on return, and its operands' registers are free again.
+    row less.
     """
     new_m = tl.maximum(m, tl.max(qk, 1) * scale)
     p = tl.exp2(qk * scale - new_m[:, None])
@@ -72,10 +72,6 @@ def softmax_rows(qk, v, m, den, acc, scale, AWAIT: tl.constexpr):
         acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(p, v, input_precision="ieee"))
     else:
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    if AWAIT:
-        # Nothing, but a use of the result. Else the product runs into the next tile's, and where registers
-        # don't suffice for both, ptxas makes every single instruction of them wait for the one before.
-        acc = tl.inline_asm_elementwise("// complete", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return new_m, den, acc
 
 
@@ -93,7 +89,7 @@ def extend_kernel(
     POOL: tl.constexpr, DIRECT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, ANCHOR: tl.constexpr, AWAIT: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, ANCHOR: tl.constexpr,
 ):  # fmt: skip
     """Grid `(num_blocks * num_heads,)`, heads fastest, late row blocks (the longest) first.
 
@@ -218,7 +214,7 @@ def extend_kernel(
                 seen = _seen(column, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
                              CAUSAL and not DIRECT, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
                 qk = tl.where(seen, qk, float("-inf"))
-            m, den, acc = softmax_rows(qk, value, m, den, acc, base2, AWAIT)
+            m, den, acc = softmax_rows(qk, value, m, den, acc, base2)
         acc = acc * tl.load(v_scale + kv_head * v_scale_h)
 
     if DIRECT:
@@ -261,7 +257,7 @@ def extend_kernel(
                 seen = _seen(prefix + index, live, token, q_pos, k_pos, prefix, seq_len, window, mask_row,
                              CAUSAL, HAS_MASK, HAS_WINDOW, not CAUSAL)  # fmt: skip
                 qk = tl.where(seen, qk, float("-inf"))
-            m, den, acc = softmax_rows(qk, value, m, den, acc, base2_new, AWAIT)
+            m, den, acc = softmax_rows(qk, value, m, den, acc, base2_new)
 
     acc = acc * (1.0 / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * 0.6931471805599453)

@@ -181,7 +181,7 @@ def _by_pointers(call: _Call, anchor: bool) -> None:
         "HAS_MASK": step.mask_cells is not None, "HAS_POSITIONS": step.positions is not None,
         "HAS_WINDOW": variant.window is not None, **call.features(), "UPCAST": upcast(q.dtype),
         "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
-        "ANCHOR": anchor and variant.window is not None, "AWAIT": config.maxnreg is not None,
+        "ANCHOR": anchor and variant.window is not None,
     }  # fmt: skip
     _start(extend_kernel, num_blocks * num_heads, args, constexprs, config)
 
@@ -210,7 +210,7 @@ def _by_descriptors(call: _Call) -> bool:
     constexprs = {
         "PAGE": cache.page, "GROUP": heads.group, "PACK": pack, "D": heads.dim, "DV": heads.v_dim,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PAGED": kv.paged,
-        "HAS_WINDOW": variant.window is not None, **call.features(), "AWAIT": config.maxnreg is not None,
+        "HAS_WINDOW": variant.window is not None, **call.features(),
     }  # fmt: skip
     _start(extend_tma_kernel, num_blocks * num_heads, args, constexprs, config)
     return True

@@ -33,7 +33,7 @@ def _tiles(
     m, den, acc, query, k, v, table, slot_map, low, high, first, last, end, key_offset, column_k, column_v,
     page_rows, head_row, logit_scale, cap, base2,
     PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, AWAIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Tiles of columns from `low` to `high`, MASKED to `first [M] .. last [M]` of each row."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -58,7 +58,7 @@ def _tiles(
             qk = tl.where(seen, qk, float("-inf"))
             # Rows past the request's end are another's, or NaN.
             value = tl.where((column < end)[:, None], value, 0.0)
-        m, den, acc = softmax_rows(qk, value, m, den, acc, base2, AWAIT)
+        m, den, acc = softmax_rows(qk, value, m, den, acc, base2)
     return m, den, acc
 
 
@@ -71,7 +71,7 @@ def extend_tma_kernel(
     scale, cap, window, num_requests, num_blocks, num_heads,
     PAGE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, AWAIT: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
 ):  # fmt: skip
     """As `extend_kernel` with `k`, `v` descriptors of boxes `[BLOCK_N, D]` and `[BLOCK_N, Dv]`.
 
@@ -131,19 +131,19 @@ def extend_tma_kernel(
         m, den, acc = _tiles(
             m, den, acc, query, k, v, table, slot_map, low, masked, first, last, end, offset,
             kv_head * k_h, kv_head * v_h, page_rows, kv_head * head_rows, logit_scale, cap, base2,
-            PAGED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_CAP, AWAIT,
+            PAGED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,
         )  # fmt: skip
         low = tl.maximum(low, masked)
         full = tl.maximum(full, low)
     m, den, acc = _tiles(
         m, den, acc, query, k, v, table, slot_map, low, full, first, last, end, offset,
         kv_head * k_h, kv_head * v_h, page_rows, kv_head * head_rows, logit_scale, cap, base2,
-        PAGED, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_CAP, AWAIT,
+        PAGED, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     m, den, acc = _tiles(
         m, den, acc, query, k, v, table, slot_map, full, end, first, last, end, offset,
         kv_head * k_h, kv_head * v_h, page_rows, kv_head * head_rows, logit_scale, cap, base2,
-        PAGED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_CAP, AWAIT,
+        PAGED, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_CAP,
     )  # fmt: skip
     if PAGED:
         acc = acc * tl.load(v_scale + kv_head * v_scale_h)

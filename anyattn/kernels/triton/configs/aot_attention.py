@@ -234,7 +234,6 @@ _FLOAT32_256 = replace(_PLAIN_256, dtype=torch.float32)
 _SMALL_HND = Shape(dtype=torch.float16, small=True, layout="HND")
 _FRESH = Shape(new=512, fresh=True)
 _PAGE_64 = Shape(new=512, direct=False, page=64)
-_BESIDE_LOOPS = {"sm_90": "a few registers, once before and once after the loop over whole tiles"}
 _BETWEEN_BLOCKS = {"sm_90": "a few registers, once a block of rows, outside of the loops over tiles"}
 _THIRD_BLOCK = "two to four registers, for a third block per SM"
 _MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
@@ -292,8 +291,8 @@ ENTRIES: tuple[Entry, ...] = (
     _extend_hopper(
         "extend/d64-page-64-hopper", shape=replace(_PAGE_64, dim=64, cap=30.0, sinks=True, lse=True)
     ),
-    _extend_tma("extend/d128-tma", shape=_FRESH, spills=_BESIDE_LOOPS),
-    _extend_tma("extend/d128-page-64-window-tma", shape=replace(_PAGE_64, window=1024), spills=_BESIDE_LOOPS),
+    _extend_tma("extend/d128-tma", shape=_FRESH),
+    _extend_tma("extend/d128-page-64-window-tma", shape=replace(_PAGE_64, window=1024)),
     attention_entry("kv-write/d128", "kv_write_kernel", Shape(batch=4096)),
     attention_entry("kv-write/d128-fp8", "kv_write_kernel", Shape(batch=4096, fp8=True)),
 )
