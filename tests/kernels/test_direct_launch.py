@@ -1,5 +1,7 @@
 """Decode's direct launches, on stand-ins for compiled kernels: the same arguments as by Triton's own path."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,7 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="the portable extra isn't installed")
 
-from anyattn.kernels.triton import attention, decode_launch, launch
+from metadata_cases import FORMS, compiler, spec
+
+from anyattn.core.batch import ForwardBatch
+from anyattn.core.plan import TableForm
+from anyattn.kernels.triton import attention, decode_launch, launch, metadata_launch
 from anyattn.kernels.triton.attention import Cache, Heads, Variant
 from anyattn.kernels.triton.configs import Decode
 
@@ -160,3 +166,39 @@ def test_ranges_are_filled_alike(kernels: dict[str, Kernel]) -> None:
     (grid, args, options), run, last = kernel.launches[0], kernel.compiled.calls[-1], steps[-1]
     tensors = (last.req_rows, last.kv_start, last.kv_lens, last.ranges)
     assert run == as_run(grid, (*tensors, *args[4:]), options)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.kind.value}-{form.kernel_page}")
+def test_tables_are_filled_alike(
+    form: TableForm, kernels: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later step runs the first one's kernel, with its own tensors and numbers."""
+    kernel = Kernel()
+    monkeypatch.setattr(metadata_launch, "metadata_kernel", kernel)
+    made = compiler(form, [spec(), spec(window=9)])
+    made.filler, heard = metadata_launch.FusedFiller(made.table), []
+    for lens in ([3, 20], [7, 1, 40], [5, 5]):
+        plan = made.prepare(ForwardBatch.decode(range(len(lens)), lens, [16 + n for n in range(len(lens))]))
+        made.filler(plan)
+        with launch_hook(heard):
+            made.filler(plan)
+        (grid, args, options) = heard[-1]
+        if len(kernel.compiled.calls):
+            run = kernel.compiled.calls[-1]
+            want = as_run((*grid, 1)[:2], args, options)
+            assert run == (*want[:2], *want[3:])
+    assert len(kernel.launches) == 1
+    assert len(kernel.compiled.calls) == 2
+
+
+@contextmanager
+def launch_hook(heard: list[Any]) -> Iterator[None]:
+    def hear(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> bool:
+        heard.append((grid, args, {**constexprs, **options}))
+        return True
+
+    before = launch.set_hook(hear)
+    try:
+        yield
+    finally:
+        launch.set_hook(before)

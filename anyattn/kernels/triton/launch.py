@@ -162,6 +162,10 @@ class Started:
         """On `stream` of the current device."""
         self._run(grid, 1, 1, stream, *self._front, *first, *self._last)
 
+    def start_rows(self, stream: int, columns: int, rows: int, *first: Any) -> None:
+        """On a grid of two axes."""
+        self._run(columns, rows, 1, stream, *self._front, *first, *self._last)
+
 
 def _all(args: Sequence[Any], fixed: Sequence[Fixed]) -> tuple[Any, ...]:
     return (*args, *(arg for part in fixed for arg in part.args))
