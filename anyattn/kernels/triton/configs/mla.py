@@ -102,6 +102,8 @@ MLA = (
 _AROUND = 2
 """Tiles' worth of time that a program takes to begin and to end."""
 _FEW_SPLITS = 8
+_SATURATED = 0.8
+"""Of the units, how many read as fast as all: 100 x 4,096 on 132 SMs take 125 us whole, 135 in fifths."""
 
 
 @functools.cache
@@ -136,8 +138,9 @@ def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> i
     """
     tiles = max(1, -(-max_kv_len // block_n))
 
-    def cost(splits: int) -> int:  # tiles, one after another
-        waves = -(-programs * splits // units)
+    def cost(splits: int) -> float:  # tiles, one after another
+        full, rest = divmod(programs * splits, units)
+        waves = full + (max(_SATURATED, rest / units) if rest else 0.0)
         return waves * (-(-tiles // splits) + _AROUND) + (splits > 1)
 
     most = max(1, -(-tiles // 2))
