@@ -26,14 +26,13 @@ compiled = pytest.mark.skipif(
 
 
 @compiled
-@pytest.mark.parametrize("name", ["decode-16-heads-fp8", "decode-128-heads", "extend-128-heads-mask"])
+@pytest.mark.parametrize("name", ["decode-16-heads-fp8", "decode-128-heads-fp8", "extend-128-heads-mask"])
 def test_it_fits_without_spills(name: str) -> None:
     report = measure(ENTRIES[name], TARGETS["sm_90"])
     assert report.problems == []
     assert report.usage is not None
     assert any(kind.startswith("wgmma") for kind in report.usage.matrix)
-    if not name.endswith("fp8"):
-        assert set(report.usage.copies) == {16}
+    assert set(report.usage.copies) == {16}
 
 
 @compiled

@@ -94,7 +94,9 @@ def mla_rows_kernel(
     GROUPS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, RANK // GROUPS, 16])
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    VECTOR: gl.constexpr = 16 if FP8 else 8
+    LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -131,21 +133,25 @@ def mla_rows_kernel(
     hi = gl.minimum(lo + per_split, end)
     table = source + gl.load(req_rows + b) * source_row
 
-    latents = gl.allocate_shared_memory(dtype, [2, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROPE], SHARED)
+    STAGES: gl.constexpr = 1 if FP8 else 2
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
 
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
     rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
     base = tile_rows(table, lo, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    if FP8:
-        at = cache + base[:, None]
-        latents.index(0).store(gl.load(at + columns[None, :]).to(dtype))
-        ropes.index(0).store(gl.load(at + RANK + rotated[None, :]).to(dtype))
+    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
+        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
+        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
+        start_copy(cache, base, raw.index(0), raw_rope.index(0), RANK, ROPE, LOADS)
+        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        start_copy(cache, base, raw.index(1), raw_rope.index(1), RANK, ROPE, LOADS)
+        base = tile_rows(table, lo + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
     else:
         start_copy(cache, base, latents.index(0), ropes.index(0), RANK, ROPE, LOADS)
-    base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
 
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LOADS))
     token = gl.minimum(t0 + row // PACK, extend - 1)
@@ -184,12 +190,18 @@ def mla_rows_kernel(
     sums = gl.full([BLOCK_M, RANK], 0.0, gl.float32, SUMS)
     stage = 0
     for n in range(lo, hi, BLOCK_N):
-        if not FP8:
+        if FP8:
+            async_copy.wait_group(1)
+            barrier()
+            latents.index(0).store(raw.index(stage).load(LOADS).to(dtype))
+            ropes.index(0).store(raw_rope.index(stage).load(LOADS).to(dtype))
+        else:
             async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        latent = latents.index(stage)
-        rope = ropes.index(stage).permute((1, 0))
+        current = 0 if FP8 else stage
+        latent = latents.index(current)
+        rope = ropes.index(current).permute((1, 0))
         s = warpgroup_mma(query_rope, rope, nothing, use_acc=False, is_async=True)
         if HELD:
             s = warpgroup_mma(query_a, latent.slice(0, 128, 1).permute((1, 0)), s, is_async=True)
@@ -198,12 +210,11 @@ def mla_rows_kernel(
         else:
             s = warpgroup_mma(query, latent.permute((1, 0)), s, is_async=True)
         if FP8:
-            at = cache + base[:, None]
-            held = gl.load(at + columns[None, :])
-            held_rope = gl.load(at + RANK + rotated[None, :])
+            start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
+            base = tile_rows(table, n + 3 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-        base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+            base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         s = warpgroup_mma_wait(0, deps=[s])
         if HAS_MASK:
             inside = (n + key < hi)[None, :]
@@ -226,9 +237,6 @@ def mla_rows_kernel(
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(weights, latent, sums, is_async=True)
-        if FP8:
-            latents.index(stage ^ 1).store(held.to(dtype))
-            ropes.index(stage ^ 1).store(held_rope.to(dtype))
         # Waited for here: where it stays open over the loop's end, ptxas serialises all products (C7514).
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1

@@ -34,7 +34,9 @@ def mla_keys_kernel(
     GROUPS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_H // GROUPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_H, 16])
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    VECTOR: gl.constexpr = 16 if FP8 else 8
+    LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(BLOCK_H * 2, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
@@ -52,21 +54,25 @@ def mla_keys_kernel(
 
     query = gl.allocate_shared_memory(dtype, [BLOCK_H, RANK], SHARED)
     query_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, ROPE], SHARED)
-    latents = gl.allocate_shared_memory(dtype, [2, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [2, BLOCK_N, ROPE], SHARED)
+    STAGES: gl.constexpr = 1 if FP8 else 2
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_H], WEIGHTS)
 
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
     rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
     base = tile_rows(table, lo, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    if FP8:
-        at = cache + base[:, None]
-        latents.index(0).store(gl.load(at + columns[None, :]).to(dtype))
-        ropes.index(0).store(gl.load(at + RANK + rotated[None, :]).to(dtype))
+    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
+        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
+        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
+        start_copy(cache, base, raw.index(0), raw_rope.index(0), RANK, ROPE, LOADS)
+        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        start_copy(cache, base, raw.index(1), raw_rope.index(1), RANK, ROPE, LOADS)
+        base = tile_rows(table, lo + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
     else:
         start_copy(cache, base, latents.index(0), ropes.index(0), RANK, ROPE, LOADS)
-    base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
 
     head = gl.minimum(head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOADS)), HEADS - 1)
     at_q = q + b * q_t + head[:, None] * q_h
@@ -82,20 +88,25 @@ def mla_keys_kernel(
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
     stage = 0
     for n in range(lo, hi, BLOCK_N):
-        if not FP8:
+        if FP8:
+            async_copy.wait_group(1)
+            barrier()
+            latents.index(0).store(raw.index(stage).load(LOADS).to(dtype))
+            ropes.index(0).store(raw_rope.index(stage).load(LOADS).to(dtype))
+        else:
             async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        latent = latents.index(stage)
+        current = 0 if FP8 else stage
+        latent = latents.index(current)
         s = warpgroup_mma(latent, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(ropes.index(stage), query_rope.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(ropes.index(current), query_rope.permute((1, 0)), s, is_async=True)
         if FP8:
-            at = cache + base[:, None]
-            held = gl.load(at + columns[None, :])
-            held_rope = gl.load(at + RANK + rotated[None, :])
+            start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
+            base = tile_rows(table, n + 3 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-        base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+            base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         s = warpgroup_mma_wait(0, deps=[s])
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
@@ -109,9 +120,6 @@ def mla_keys_kernel(
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(latent.permute((1, 0)), weights, sums, is_async=True)
-        if FP8:
-            latents.index(stage ^ 1).store(held.to(dtype))
-            ropes.index(stage ^ 1).store(held_rope.to(dtype))
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1
     async_copy.wait_group(0)

@@ -59,7 +59,7 @@ MLA = (
         tile=Tile(64, 4, 2),
         evidence="H200, 2026-11-29, 128 x 4k, 16 heads: 4,094 GB/s; 8 warps 3,969, FlashMLA 4,057",
     ),
-    # Converted latents are held in registers: four warps spill.
+    # Latents are converted in registers: four warps spill.
     MLARow(architectures=_SM90, max_rows=16, form="keys", block_rows=16, tile=Tile(64, 8, 2)),
     MLARow(
         architectures=_SM90,
