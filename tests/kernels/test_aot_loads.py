@@ -34,6 +34,7 @@ def unhinted_offsets(
 
 @pytest.fixture
 def lost_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_stream", triton.JITFunction(decode._stream.fn))
     for module, host, name in (
         (decode, decode_launch, "decode_kernel"),
         (extend, extend_launch, "extend_kernel"),

@@ -78,21 +78,44 @@ def test_ranges_fill_the_chip(arch: str, batch: int) -> None:
         got = choose_decode(batch, programs, length, dim, 2, arch, units)
         row = decode_row(arch, dim, 2)
         wanted = row.wide if batch * programs <= units else row.narrow
+        slots = units if wanted is row.wide else row.programs_per_unit * units
+        if row.walk is not None and row.walk_always:
+            wanted, slots = row.walk, row.walk_per_unit * units
         tile = (wanted.block_n, wanted.num_warps, wanted.num_stages)
         assert (got.block_n, got.num_warps, got.num_stages) == tile
         tiles = -(-length // got.block_n)
         assert got.split == (tiles > (1 if wanted is row.wide else MIN_TILES))
         assert got.num_ranges == batch or got.split
         assert got.num_ranges <= batch * tiles
-        slots = units if wanted is row.wide else row.programs_per_unit * units
         if got.split and got.num_ranges < batch * tiles and programs <= slots // 4:
             filled = got.num_ranges * programs / slots
             assert filled / -(-filled // 1) > 0.85, "a last wave that is nearly empty"
 
 
 def test_one_long_request_uses_every_unit() -> None:
-    got = choose_decode(1, 8, 131_072, 128, 2, "sm90", 132)
-    assert got.num_ranges == 132 // 8
+    for even in (False, True):
+        got = choose_decode(1, 8, 131_072, 128, 2, "sm90", 132, even=even)
+        assert got.num_ranges == 132 // 8
+        assert got.parts == (132 // 8 if even else 0)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(1, 16), (2, 8), (16, 1), (17, 1), (33, 1), (64, 1)])
+def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, parts: int) -> None:
+    got = choose_decode(batch, 8, 131_072, 128, 2, "sm90", 132, even=True)
+    assert (got.parts, got.split) == ((parts, True) if parts > 1 else (0, False))
+    assert got.num_ranges == batch * parts
+
+
+def test_scattered_keys_have_tiles_of_their_own() -> None:
+    row = decode_row("sm90", 128, 2)
+    assert row.walk is not None
+    for even, tile in ((True, row.narrow), (False, row.walk)):
+        got = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=even, scattered=True)
+        assert (got.block_n, got.num_stages) == (tile.block_n, tile.num_stages)
+    fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1)
+    assert fp8.half
+    assert fp8.parts == 0
+    assert fp8.num_ranges == 3 * 132 // 8
 
 
 def test_short_requests_are_whole() -> None:

@@ -27,6 +27,7 @@ from anyattn.kernels.triton.metadata_launch import FusedFiller
 __all__ = ["TritonAttention"]
 
 _ANY_ROWS = 1 << 20
+_EVEN = 0.9  # of the longest, on average
 
 
 @dataclass(eq=False)
@@ -98,12 +99,14 @@ class TritonAttention(AttentionBackend):
                 step.extend[group] = choose_extend(_ANY_ROWS, dim, itemsize, self._arch)
                 continue
             if plan.key.mode is ForwardMode.DECODE and group.table.kind is not AttentionKind.ENCODER_ONLY:
-                step.decode[group] = self._decode_step(plan, group, heads, itemsize)
+                step.decode[group] = self._decode_step(plan, group, heads, itemsize, in_capture)
             rows = max(1, plan.max_q_len) * heads.group
             step.extend[group] = choose_extend(power_of_two(rows), dim, itemsize, self._arch)
         plan.private = step
 
-    def _decode_step(self, plan: Plan, group: PlanGroup, heads: kernels.Heads, itemsize: int) -> DecodeStep:
+    def _decode_step(
+        self, plan: Plan, group: PlanGroup, heads: kernels.Heads, itemsize: int, in_capture: bool
+    ) -> DecodeStep:
         table, run = plan.tables[group.table], self.config.form.kernel_page
         source, window, bound = self.table.req_to_token, group.table.window, plan.max_kv_len
         if group.table.space is Space.ENCODER:
@@ -112,10 +115,13 @@ class TritonAttention(AttentionBackend):
             bound = source.shape[1]
         elif window is not None:
             bound = min(bound, window + run)  # a trimmed table begins at a page
+        elements = self.pool.num_pages * self.pool.page_size * heads.num_kv * max(heads.dim, heads.v_dim)
+        far = elements >= 1 << 31
         tiles = choose_decode(
             max(1, plan.key.num_requests), kernels.decode_programs(heads), power_of_two(bound),
             max(heads.dim, heads.v_dim),
             itemsize, self._arch, self._units, heads=heads.block, kv_itemsize=self.pool.kv_dtype.itemsize,
+            even=not far and _even(plan, group, in_capture), scattered=far or run == 1,
         )  # fmt: skip
         return DecodeStep.of(
             source, plan.req_pool_indices, table.kv_start, table.kv_lens, window, run, heads, tiles
@@ -213,6 +219,17 @@ class TritonAttention(AttentionBackend):
         )
         heads = kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
         return _Layer(layer, cache, heads, *variants)
+
+
+def _even(plan: Plan, group: PlanGroup, in_capture: bool) -> bool:
+    """Requests are sure to be about equally long, in every step that the plan serves."""
+    exact = plan.batch.exact
+    if plan.key.num_requests == 1:
+        return True
+    if in_capture or exact is None or group.table.space is Space.ENCODER:
+        return False
+    lens = exact.seq_lens if group.table.window is None else exact.seq_lens.clamp(max=group.table.window)
+    return int(lens.sum()) >= _EVEN * int(lens.max()) * plan.key.num_requests
 
 
 def _offsets(lens: torch.Tensor | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 __all__ = ["DecodeStep", "decode", "fill_ranges", "pieces"]
 
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
-_RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B")
+_RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B", "PARTS")
 _fills: dict[tuple[Any, ...], Started] = {}
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
@@ -84,10 +84,19 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
     batch, tiles, device = step.req_rows.shape[0], step.tiles, direct_device()
     tensors = (step.req_rows, step.kv_start, step.kv_lens, step.ranges)
     numbers = (batch, tiles.num_ranges, step.window or 0)
-    own = tiles.split and batch <= min(tiles.num_ranges, _BLOCK_B)
+    own = tiles.split and not tiles.parts and batch <= min(tiles.num_ranges, _BLOCK_B)
     block_b = _FEW_B if batch <= _FEW_B else _BLOCK_B
     sub = sub_page(step.run, tiles.block_n)
-    constants = (tiles.block_n, sub, step.window is not None, tiles.min_tiles, tiles.split, own, block_b)
+    constants = (
+        tiles.block_n,
+        sub,
+        step.window is not None,
+        tiles.min_tiles,
+        tiles.split,
+        own,
+        block_b,
+        tiles.parts,
+    )
     odd = 0
     if device >= 0:
         places = [tensor.data_ptr() for tensor in tensors]
@@ -127,7 +136,9 @@ class _Layer:
             "BLOCK_H": heads.block, "BLOCK_N": tiles.block_n,
             "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
-            "UPCAST": upcast(dtype), "FLAT": cache.flat, "WIDE": cache.wide, "OVERLAP": tiles.overlap,
+            "UPCAST": upcast(dtype), "HALF": tiles.half and dtype is not torch.float32,
+            "FLAT": cache.flat, "WIDE": cache.wide,
+            "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {
             "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,

@@ -57,18 +57,47 @@ def _whole(tiles, fewest, longest, num_ranges):
     return low
 
 
+@triton.jit
+def _part(
+    req_rows, kv_start, kv_lens, ranges, r, window,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The record of one part of a request that has as many as all others."""
+    b = r // PARTS
+    start, length = listed(kv_start, kv_lens, b, True, window, SUB, HAS_WINDOW)
+    tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+    step = tl.maximum(tl.cdiv(tiles, PARTS), MIN_TILES)
+    at = r % PARTS * step
+    pieces = tl.cdiv(tiles, step)
+    record = ranges + r * 16
+    tl.store(record, b)
+    tl.store(record + 1, at)
+    tl.store(record + 2, tl.maximum(tl.minimum(step, tiles - at), 0))
+    tl.store(record + 3, (at < tiles).to(tl.int32))
+    tl.store(record + 4, tl.load(req_rows + b).to(tl.int32))
+    tl.store(record + 5, start)
+    tl.store(record + 6, length)
+    tl.store(record + 8, b)
+    tl.store(record + 9, tl.where((at == 0) & (pieces > 1), pieces, 0))
+
+
 @triton.jit(do_not_specialize=("batch", "num_ranges", "window"))
 def ranges_kernel(
     req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
-    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
 
     OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
-    Not SPLIT: range r is request r.
+    Not SPLIT: range r is request r. PARTS: every request is cut into so many ranges, those of request b
+    are b * PARTS and the next; 0: not so.
     """
     r = tl.program_id(0)
+    if PARTS > 0:
+        _part(req_rows, kv_start, kv_lens, ranges, r, window, BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, PARTS)
+        return
     i = tl.arange(0, BLOCK_B)
     total = tl.zeros([], tl.int32)
     longest = tl.zeros([], tl.int32)

@@ -15,7 +15,7 @@ _BACKEND = "anyattn.backends.portable.triton:TritonAttention"
 MUTANTS = (
     Mutant(
         name="decode window one key too wide",
-        where=_DECODE,
+        where="anyattn.kernels.triton.decode:_stream",
         old="first_seen = length - window",
         new="first_seen = length - window - 1",
         names=("window, decode",),
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         name="decode log-sum-exp in base 2",
-        where=_DECODE,
+        where="anyattn.kernels.triton.decode:_finish",
         old="natural = (m + tl.log2(den)) * 0.6931471805599453",
         new="natural = m + tl.log2(den)",
         names=("log-sum-exp", "merge"),
@@ -31,12 +31,12 @@ MUTANTS = (
     ),
     Mutant(
         name="sink in every split",
-        where=_DECODE,
-        old="        if SPLIT:",
-        new="        if HAS_SINKS and SPLIT:\n"
-        "            sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32)\n"
-        "            acc, natural = apply_sink(acc, natural, sink)\n"
-        "        if SPLIT:",
+        where="anyattn.kernels.triton.decode:_finish",
+        old="    if SPLIT:",
+        new="    if HAS_SINKS and SPLIT:\n"
+        "        sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32)\n"
+        "        acc, natural = apply_sink(acc, natural, sink)\n"
+        "    if SPLIT:",
         names=("sinks",),
     ),
     Mutant(
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         name="one key past the last",
-        where=_DECODE,
+        where="anyattn.kernels.triton.decode:_stream",
         old="live = n + offs_n < hi",
         new="live = n + offs_n <= hi",
         names=("edge", "decode"),
@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         name="V scale of the first head for all",
         where=_DECODE,
-        old="tl.load(v_scale + kv_head * v_scale_h)",
-        new="tl.load(v_scale)",
+        old="values_scale = v_scale + kv_head * v_scale_h",
+        new="values_scale = v_scale",
         names=("KV scales per head", "V scale"),
     ),
     Mutant(
@@ -103,6 +103,13 @@ MUTANTS = (
         where=f"{_RANGES}:ranges_kernel",
         old="tl.cdiv(last_end, step) - r, 0)",
         new="tl.cdiv(last_end, step) - r - 1, 0)",
+        names=("merge", "decode", "edge"),
+    ),
+    Mutant(
+        name="an equally cut request's last piece forgotten",
+        where=f"{_RANGES}:_part",
+        old="(pieces > 1), pieces, 0)",
+        new="(pieces > 1), pieces - 1, 0)",
         names=("merge", "decode", "edge"),
     ),
     Mutant(

@@ -15,7 +15,13 @@ HEADS = Heads(2, 1, 16, 16)
 
 
 def dealt(
-    lens: list[int], num_ranges: int, *, window: int | None = None, min_tiles: int = 1, split: bool = True
+    lens: list[int],
+    num_ranges: int,
+    *,
+    window: int | None = None,
+    min_tiles: int = 1,
+    split: bool = True,
+    parts: int = 0,
 ) -> tuple[list[list[int]], decode_launch.DecodeStep]:
     """Records of the ranges. Tables are untrimmed: row i is request len - i."""
     batch = len(lens)
@@ -27,7 +33,7 @@ def dealt(
         window,
         4,
         HEADS,
-        Decode(BLOCK, 4, 1, num_ranges, min_tiles, split),
+        Decode(BLOCK, 4, 1, num_ranges, min_tiles, split, parts=parts),
     )
     step.ranges.fill_(-7)
     decode_launch.fill_ranges(step)
@@ -118,6 +124,21 @@ def test_a_window_skips_to_the_run_with_its_first_key() -> None:
     records, _ = dealt([1000, 30], 2, window=50)
     assert records[0][5:7] == [948, 52], "runs of four tokens"
     assert records[1][5:7] == [0, 30]
+
+
+@pytest.mark.parametrize(("lens", "parts"), [([1000, 30, 0, 64, 500], 4), ([4000], 16), ([33], 8)])
+def test_equal_parts(lens: list[int], parts: int) -> None:
+    """Static splits: parts of two tiles or more, in order, some of them empty."""
+    records, _ = dealt(lens, len(lens) * parts, min_tiles=2, parts=parts)
+    found = walk([[*r[:3], int(r[2] > 0), *r[4:]] for r in records], lens)
+    for b, length in enumerate(lens):
+        own = records[b * parts : (b + 1) * parts]
+        assert sum(record[2] for record in own) == tiles_of(length)
+        assert {record[0] for record in own} == {b}
+        assert [at for _, at, _ in found[b]] == sorted(at for _, at, _ in found[b])
+        pieces = sum(record[2] > 0 for record in own)
+        assert own[0][8:10] == [b, pieces if pieces > 1 else 0]
+        assert all(record[9] == 0 for record in own[1:])
 
 
 def test_uncut_requests_are_ranges() -> None:

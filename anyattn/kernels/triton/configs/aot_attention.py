@@ -114,6 +114,7 @@ def decode(shape: Shape, target: Target) -> None:
         target.units,
         heads=heads.block,
         kv_itemsize=cache.k.dtype.itemsize,
+        even=rows == 1,
     )
     step = DecodeStep.of(
         _empty(257, 32768), _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows),

@@ -38,7 +38,8 @@ GOOD_FILL = 0.9
 class Decode:
     """Decode: tiles of BLOCK_N keys in `num_ranges` ranges of at least `min_tiles`.
 
-    `split`: a request may be cut; if not, a range is a request. `overlap`: see `DecodeRow`.
+    `split`: a request may be cut; if not, a range is a request. `parts`: every request is cut into as many,
+    0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`.
     """
 
     block_n: int
@@ -48,6 +49,8 @@ class Decode:
     min_tiles: int = 1
     split: bool = True
     overlap: int = 0
+    parts: int = 0
+    half: bool = False
 
 
 @hashed_once
@@ -132,6 +135,8 @@ def choose_decode(
     units: int,
     heads: int = 16,
     kv_itemsize: int = 2,
+    even: bool = False,
+    scattered: bool = False,
 ) -> Decode:
     """Tiles and ranges of a decode step.
 
@@ -139,21 +144,32 @@ def choose_decode(
         batch: requests. programs: of a range, KV heads x head blocks.
         max_kv_len: bound of KV lengths. dim: the larger head size. itemsize: bytes of the wider of q and KV.
         units: SMs or CUs. heads: query heads in one program. kv_itemsize: bytes of a stored element.
+        even: requests are about equally long: each is cut into as many parts as there is room for.
+        scattered: pages of few tokens, or offsets beyond 2^31: addresses cost more.
 
     As long as one program per unit holds every request whole, wide tiles; beyond, narrow ones with several
     programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps.
     """
     row = decode_row(arch, dim, itemsize, kv_itemsize=kv_itemsize)
     wide = batch * programs <= units and heads <= WIDE_HEADS
-    tile: Tile = row.wide if wide else row.narrow
+    tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
+    walking = not even or row.walk_always == "always"
+    if walking and row.walk is not None and (row.walk_always or scattered):
+        tile, slots, wide = row.walk, row.walk_per_unit * units, False
+    even = even and not walking
     tiles = max(1, -(-max_kv_len // tile.block_n))
     split = tiles > (1 if wide else MIN_TILES)
-    ranges = batch
-    if split:
-        slots = units if wide else row.programs_per_unit * units
+    ranges, parts = batch, 0
+    if split and even:
+        parts = min(max(1, slots // (batch * programs)), -(-tiles // MIN_TILES))
+        ranges, split = batch * parts, parts > 1
+    elif split:
         ranges = min(_fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
-    return Decode(tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split else 0)
+    return Decode(
+        tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split else 0,
+        parts if split else 0, row.half,
+    )  # fmt: skip
 
 
 def _fitting_ranges(programs: int, slots: int) -> int:

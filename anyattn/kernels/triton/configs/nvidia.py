@@ -23,22 +23,32 @@ _MEASURED = (
 )
 
 _decode = partial(DecodeRow, evidence=_COMPILED)
+_hopper = partial(
+    DecodeRow,
+    architectures=_SM90,
+    evidence="H200, 2026-11-29, 33 shapes under CUDA graphs: equal parts, and ranges with each of 10 tiles",
+)
+_fp8 = partial(
+    _hopper,
+    max_kv_itemsize=1,
+    half=True,
+    walk_always="always",
+    evidence="H200, 2026-11-29: the fastest of 8 tiles, which were converted to bfloat16 then",
+)
 _extend = partial(ExtendRow, evidence=_COMPILED)
 
 DECODE = (
-    # FP8: twice the keys of a tile of bfloat16, the same bytes on their way.
-    _decode(
-        architectures=_SM90,
-        max_dim=64,
-        max_kv_itemsize=1,
-        wide=Tile(256, 8, 3),
-        narrow=Tile(128, 4, 4),
-        programs_per_unit=3,
+    # FP8 is converted between loads: more programs, fewer stages.
+    _fp8(max_dim=64, wide=Tile(128, 4, 3), narrow=Tile(128, 4, 3), walk=Tile(128, 4, 3)),
+    _fp8(max_dim=128, wide=Tile(64, 4, 3), narrow=Tile(64, 4, 3), walk=Tile(64, 4, 3)),
+    _fp8(max_dim=256, wide=Tile(32, 4, 3), narrow=Tile(32, 4, 3), walk=Tile(32, 4, 3)),
+    _hopper(
+        max_dim=64, wide=Tile(256, 4, 3), narrow=Tile(128, 4, 4), walk=Tile(128, 4, 3), walk_always="uneven"
     ),
-    _decode(
-        architectures=_SM90, max_dim=128, max_kv_itemsize=1, wide=Tile(256, 8, 3), narrow=Tile(128, 4, 4)
+    _hopper(max_dim=128, wide=Tile(128, 4, 3), narrow=Tile(64, 4, 4), walk=Tile(64, 4, 3)),
+    _hopper(
+        max_dim=256, wide=Tile(64, 4, 3), narrow=Tile(32, 4, 4), walk=Tile(32, 4, 3), walk_always="uneven"
     ),
-    _decode(architectures=_SM90, max_dim=256, max_kv_itemsize=1, wide=Tile(128, 8, 3), narrow=Tile(64, 4, 4)),
     _decode(
         architectures=_LARGE, max_dim=64, wide=Tile(256, 4, 3), narrow=Tile(128, 4, 4), evidence=_MEASURED
     ),

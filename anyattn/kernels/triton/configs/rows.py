@@ -25,6 +25,8 @@ class DecodeRow:
 
     `max_kv_itemsize`: the same of stored elements alone. `wide` is used while one program per unit covers
     the grid, else `narrow`, with `programs_per_unit`.
+    `walk`: where ranges hold several requests, with `walk_per_unit` programs, in every such step, in those
+    with scattered keys alone, or instead of equal parts too. `half`: 8-bit keys are multiplied as float16.
     `overlap`: kernels that start before the one in front has ended: 0 none, 1 the merge, 2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
@@ -36,6 +38,10 @@ class DecodeRow:
     max_itemsize: int = 2
     max_kv_itemsize: int = 8
     programs_per_unit: int = 2
+    walk: Tile | None = None
+    walk_per_unit: int = 3
+    walk_always: str = ""
+    half: bool = False
     overlap: int = 0
     triton: tuple[str, ...] = ()
     evidence: str = ""
