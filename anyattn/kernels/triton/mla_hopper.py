@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["barrier", "mla_rows_kernel", "start_copy", "tile_rows"]
+__all__ = ["barrier", "mla_rows_kernel", "row_sizes", "start_copy", "tile_rows"]
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name until 3.6
 
@@ -47,6 +47,13 @@ def start_copy(cache, base, latent, rope, RANK: gl.constexpr, ROPE: gl.constexpr
     async_copy.async_copy_global_to_shared(latent, row + columns[None, :])
     async_copy.async_copy_global_to_shared(rope, row + RANK + rotated[None, :])
     async_copy.commit_group()
+
+
+@gluon.jit
+def row_sizes(latent, rope):
+    """The largest magnitude of each row of `[M, RANK]` and `[M, ROPE]`, 1 where there is none."""
+    size = gl.maximum(gl.max(gl.abs(latent.to(gl.float32)), 1), gl.max(gl.abs(rope.to(gl.float32)), 1))
+    return gl.where(size == 0.0, 1.0, size)
 
 
 @gluon.jit
@@ -103,7 +110,8 @@ def mla_rows_kernel(
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(  # `[M, 2]`: what both warpgroups found, in one thread
         [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]
     )  # fmt: skip
-    dtype: gl.constexpr = q.dtype.element_ty
+    # Two values of 8 bits become fp16 in one instruction, bf16 in several; rows of queries are scaled to fit.
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
 
     pid = gl.program_id(0)
     split = pid % num_splits
@@ -169,8 +177,14 @@ def mla_rows_kernel(
     else:
         query = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
         query_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
-        query.store(gl.load(at_q + columns[None, :]))
-        query_rope.store(gl.load(at_q + RANK + rotated[None, :]))
+        whole = gl.load(at_q + columns[None, :])
+        whole_rope = gl.load(at_q + RANK + rotated[None, :])
+        if FP8:
+            size = row_sizes(whole, whole_rope)
+            whole = (whole.to(gl.float32) / size[:, None]).to(dtype)
+            whole_rope = (whole_rope.to(gl.float32) / size[:, None]).to(dtype)
+        query.store(whole)
+        query_rope.store(whole_rope)
 
     row = gl.arange(0, BLOCK_M, ROWS)
     token = t0 + row // PACK
@@ -183,6 +197,10 @@ def mla_rows_kernel(
         mask_row = cells + gl.load(mask_indptr + b) + token.to(gl.int64) * seq_len
     stored = gl.load(kv_scale)
     base2 = scale * stored * 1.4426950408889634
+    base2_rows = base2
+    if FP8:
+        base2 = base2 * gl.convert_layout(size, ROWS)
+        base2_rows = base2[:, None]
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, ROWS)
     nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)
     den = _thread_sums(nothing)  # summed over threads at the end only
@@ -228,7 +246,7 @@ def mla_rows_kernel(
         peak = gl.max(gl.convert_layout(halves, PAIRS), 1)
         new_m = gl.maximum(m, gl.convert_layout(peak, ROWS) * base2)
         safe = gl.where(new_m == float("-inf"), 0.0, new_m)
-        p = gl.exp2(s * base2 - safe[:, None])
+        p = gl.exp2(s * base2_rows - safe[:, None])
         alpha = gl.exp2(m - safe)
         m = new_m
         den = den * gl.convert_layout(alpha, SPREAD)[:, None, None] + _thread_sums(p)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyattn.kernels.triton.mla_hopper import barrier, start_copy, tile_rows
+from anyattn.kernels.triton.mla_hopper import barrier, row_sizes, start_copy, tile_rows
 
 __all__ = ["mla_keys_kernel"]
 
@@ -39,7 +39,7 @@ def mla_keys_kernel(
     RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(BLOCK_H * 2, 16, 2)
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty  # as in `mla_rows_kernel`
 
     pid = gl.program_id(0)
     split = pid % num_splits
@@ -76,11 +76,21 @@ def mla_keys_kernel(
 
     head = gl.minimum(head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOADS)), HEADS - 1)
     at_q = q + b * q_t + head[:, None] * q_h
-    query.store(gl.load(at_q + columns[None, :]))
-    query_rope.store(gl.load(at_q + RANK + rotated[None, :]))
+    whole = gl.load(at_q + columns[None, :])
+    whole_rope = gl.load(at_q + RANK + rotated[None, :])
+    if FP8:
+        size = row_sizes(whole, whole_rope)
+        whole = (whole.to(gl.float32) / size[:, None]).to(dtype)
+        whole_rope = (whole_rope.to(gl.float32) / size[:, None]).to(dtype)
+    query.store(whole)
+    query_rope.store(whole_rope)
 
     stored = gl.load(kv_scale)
     base2 = scale * stored * 1.4426950408889634
+    base2_heads = base2
+    if FP8:
+        base2 = base2 * gl.convert_layout(size, gl.SliceLayout(0, SCORES))
+        base2_heads = base2[None, :]
     m = gl.full([BLOCK_H], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
     den = gl.full([BLOCK_N, BLOCK_H], 0.0, gl.float32, SCORES)  # summed over keys at the end only
     nothing = gl.full([BLOCK_N, BLOCK_H], 0.0, gl.float32, SCORES)
@@ -111,7 +121,7 @@ def mla_keys_kernel(
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
         new_m = gl.maximum(m, gl.max(s, 0) * base2)
-        p = gl.exp2(s * base2 - new_m[None, :])
+        p = gl.exp2(s * base2_heads - new_m[None, :])
         alpha = gl.exp2(m - new_m)
         m = new_m
         den = den * alpha[None, :] + p
