@@ -122,7 +122,8 @@ class _Layer:
     ) -> None:
         self.kind = (heads, tiles, write_lse, dtype)
         self.grid = tiles.num_ranges * decode_programs(heads)
-        self.merge_grid = tiles.num_ranges * heads.num_q
+        every = max(1, tiles.parts)
+        self.merge_grid = tiles.num_ranges // every * heads.num_q
         block_dv, has_sinks = max(16, power_of_two(heads.v_dim)), variant.sinks is not None
         self.fixed = Fixed(
             cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
@@ -142,7 +143,7 @@ class _Layer:
         }  # fmt: skip
         self.merge_constexprs = {
             "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,
-            "WRITE_LSE": write_lse, "OVERLAP": tiles.overlap > 0,
+            "WRITE_LSE": write_lse, "OVERLAP": tiles.overlap > 0, "EVERY": every,
         }  # fmt: skip
         self.started: dict[tuple[Any, ...], tuple[Started, Started | None] | None] = {}
         self.options = {"launch_pdl": True} if tiles.overlap > 1 else {}

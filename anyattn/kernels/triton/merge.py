@@ -61,15 +61,16 @@ def merge_kernel(
 def merge_ranges_kernel(
     out, lse, sinks, out_t, out_h, lse_t, num_heads, ranges, part_out, part_lse,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, OVERLAP: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(R * Hq,)`: range r's programs merge the request that begins in it and ends in a later one.
+    """Grid `(R / EVERY * Hq,)`: range r's programs merge the request that begins in it and ends in a later
+    one. EVERY: requests begin in every so manieth range alone.
 
     `part_out [R + B, Hq, DV]` float32, `part_lse [R + B, Hq]` natural log, as `decode_kernel` writes them.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    r = tl.program_id(0) // num_heads
+    r = tl.program_id(0) // num_heads * EVERY
     head = tl.program_id(0) % num_heads
     b = tl.load(ranges + r * 16 + 8)
     pieces = tl.load(ranges + r * 16 + 9)

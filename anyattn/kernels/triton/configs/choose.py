@@ -167,7 +167,7 @@ def choose_decode(
         ranges = min(_fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
     return Decode(
-        tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split else 0,
+        tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if split and wide else 0,
         parts if split else 0, row.half,
     )  # fmt: skip
 

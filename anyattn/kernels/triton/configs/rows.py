@@ -27,7 +27,8 @@ class DecodeRow:
     the grid, else `narrow`, with `programs_per_unit`.
     `walk`: where ranges hold several requests, with `walk_per_unit` programs, in every such step, in those
     with scattered keys alone, or instead of equal parts too. `half`: 8-bit keys are multiplied as float16.
-    `overlap`: kernels that start before the one in front has ended: 0 none, 1 the merge, 2 decode too.
+    `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
+    2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
 
