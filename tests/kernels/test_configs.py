@@ -99,11 +99,16 @@ def test_one_long_request_uses_every_unit() -> None:
         assert got.parts == (132 // 8 if even else 0)
 
 
-@pytest.mark.parametrize(("batch", "parts"), [(1, 16), (2, 8), (16, 1), (17, 1), (33, 1), (64, 1)])
+@pytest.mark.parametrize(("batch", "parts"), [(1, 16), (2, 8), (16, 1), (17, 1), (33, 1), (98, 1)])
 def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, parts: int) -> None:
     got = choose_decode(batch, 8, 131_072, 128, 2, "sm90", 132, even=True)
     assert (got.parts, got.split) == ((parts, True) if parts > 1 else (0, False))
     assert got.num_ranges == batch * parts
+
+
+def test_many_requests_are_walked() -> None:
+    got = choose_decode(100, 8, 1024, 128, 2, "sm90", 132, even=True)
+    assert (got.parts, got.split, got.num_ranges) == (0, True, 33)
 
 
 def test_scattered_keys_have_tiles_of_their_own() -> None:

@@ -31,6 +31,8 @@ WIDE_HEADS = 32
 MIN_TILES = 2
 """Fewer tiles of a range cost more to start and to merge than they save, but of the shortest requests."""
 GOOD_FILL = 0.9
+MANY_WAVES = 3
+"""Programs that come and go cost more than ones that stay and walk."""
 
 
 @hashed_once
@@ -153,6 +155,7 @@ def choose_decode(
     row = decode_row(arch, dim, itemsize, kv_itemsize=kv_itemsize)
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
+    even = even and (batch * programs < MANY_WAVES * slots or row.walk_always != "")
     walking = not even or row.walk_always == "always"
     if walking and row.walk is not None and (row.walk_always or scattered):
         tile, slots, wide = row.walk, row.walk_per_unit * units, False
