@@ -106,13 +106,6 @@ MUTANTS = (
         names=("merge", "decode", "edge"),
     ),
     Mutant(
-        name="an equally cut request's last piece forgotten",
-        where=f"{_RANGES}:_part",
-        old="(pieces > 1), pieces, 0)",
-        new="(pieces > 1), pieces - 1, 0)",
-        names=("merge", "decode", "edge"),
-    ),
-    Mutant(
         name="keys of the diagonal's tile unmasked",
         where=f"{_EXTEND}:extend_kernel",
         old="full = tl.minimum(end, prefix + t0 + 1)",

@@ -69,6 +69,24 @@ def test_ranges_over_several_requests(window: int | None) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("lengths", "window"), [((300,), None), ((259,), 200), ((280, 290), None)])
+def test_equal_parts(lengths: tuple[int, ...], window: int | None) -> None:
+    """Requests that are sure to be about equally long: parts of each, and their merge."""
+    seen = []
+    previous = set_hook(lambda kernel, grid, args, constexprs, options: bool(seen.append(constexprs)))
+    try:
+        judged(
+            Case(
+                mode="decode", prefix_lens=lengths, extend_lens=(1,) * len(lengths), page_size=16,
+                num_q_heads=2, num_kv_heads=1, head_dim=16, v_head_dim=16, slot_layout="shuffled_pages",
+                sinks=True, window=window,
+            )
+        )  # fmt: skip
+    finally:
+        set_hook(previous)
+    assert any(constexprs.get("EVERY", 0) == 4 // len(lengths) for constexprs in seen)
+
+
 def test_groups_wider_than_a_program() -> None:
     judged(
         Case(mode="decode", prefix_lens=(40,), extend_lens=(1,), num_q_heads=72, head_dim=16, v_head_dim=16)
