@@ -18,15 +18,18 @@ import anyattn
 from anyattn.api import host_facts
 from anyattn.bench.cells import Cell
 from anyattn.bench.engine import Timed, rates
+from anyattn.bench.fields import check_fields
 from anyattn.bench.harness.limits import MachineLimits
 from anyattn.bench.harness.report import device_name, versions
 from anyattn.errors import ConfigError
 
-__all__ = ["SCHEMA", "add", "limits_json", "load", "new_document", "save", "skipped_cell"]
+__all__ = ["SCHEMA", "add", "check_resumable", "limits_json", "load", "new_document", "save", "skipped_cell"]
 
 SCHEMA = "anyattn.bench/1"
 
 Document = dict[str, Any]
+
+_MEASURE = "write one with `anyattn bench --json FILE`"
 
 
 def new_document(device: torch.device, commit: str | None = None) -> Document:
@@ -119,14 +122,14 @@ def save(document: Mapping[str, Any], path: str | Path) -> None:
         ConfigError: it can't be written.
     """
     target = Path(path)
-    part = target.with_name(f"{target.name}.part")
+    part = target.parent / f"{target.name}.part"
     try:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         os.replace(part, target)
     except OSError as error:
-        allowed = "a file in a folder that is there"
+        allowed, hint = "a file in a folder that is there", "give a path that can be written"
         raise ConfigError(
-            "the result can't be written", asked=str(path), allowed=allowed, hint=str(error)
+            "the result can't be written", asked=f"{path}: {error}", allowed=allowed, hint=hint
         ) from error
 
 
@@ -134,16 +137,35 @@ def load(path: str | Path) -> Document:
     """A result that was saved.
 
     Raises:
-        ConfigError: no such file, or not a result.
+        ConfigError: no such file, not a result, or fields that don't fit.
     """
     try:
         found: Document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         allowed = "what `anyattn bench --json FILE` wrote"
         raise ConfigError(
-            "a bench result can't be read", asked=str(path), allowed=allowed, hint=str(error)
+            "a bench result can't be read", asked=f"{path}: {error}", allowed=allowed, hint=_MEASURE
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         schema = found.get("schema") if isinstance(found, dict) else type(found).__name__
-        raise ConfigError("schema of a bench result", asked=repr(schema), allowed=SCHEMA)
+        raise ConfigError("schema of a bench result", asked=repr(schema), allowed=SCHEMA, hint=_MEASURE)
+    check_fields(found, str(path))
     return found
+
+
+def check_resumable(document: Mapping[str, Any], device: torch.device) -> None:
+    """Raises `ConfigError` if a result is of another machine or of other versions than a new one here."""
+    here = new_document(device, commit="")
+    for name in ("device", "arch", "versions"):
+        if document[name] != here[name]:
+            then, now = (_told(d[name], other[name]) for d, other in ((document, here), (here, document)))
+            hint = "give another --json FILE, or leave --resume out"
+            which = "other versions" if name == "versions" else f"another {name}"
+            raise ConfigError(f"--resume: the result is of {which}", asked=then, allowed=now, hint=hint)
+
+
+def _told(value: Any, other: Any) -> str:
+    """Of versions only those that differ."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return ", ".join(f"{k} {v}" for k, v in value.items() if other.get(k) != v) or "nothing more"

@@ -56,8 +56,12 @@ def choose(
     """Those of the workloads, whose names match a pattern (`decode-64x8k*`), of the quick part, in modes.
 
     Raises:
-        UnknownNameError: a workload or pattern that names nothing.
+        UnknownNameError: a workload, pattern or mode that names nothing.
     """
+    modes = tuple(modes)
+    for mode in modes:
+        if mode not in _MODES:
+            raise UnknownNameError("mode", mode, _MODES)
     known = dict.fromkeys(cell.workload for cell in cells)
     for name in workloads:
         if name not in known:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anyattn.bench.cells import Cell
+from anyattn.bench.outputs import write_text
 from anyattn.errors import ConfigError
 
 __all__ = ["Point", "plot", "points", "svg"]
@@ -37,13 +38,13 @@ def plot(document: Mapping[str, Any], path: str | Path) -> None:
     """Write the roofline.
 
     Raises:
-        ConfigError: nothing was measured, or matplotlib is wanted and isn't there.
+        ConfigError: nothing was measured, matplotlib is wanted and isn't there, or no file can be written.
     """
     if not points(document) or not document["limits"]:
         raise ConfigError("a roofline needs results and limits", asked=f"{len(document['cells'])} cells")
     target = Path(path)
     if target.suffix.lower() == ".svg":
-        target.write_text(svg(document), encoding="utf-8")
+        write_text("--plot", target, svg(document))
         return
     try:
         from matplotlib import pyplot  # type: ignore[import-not-found,unused-ignore]
@@ -68,8 +69,13 @@ def _matplotlib(pyplot: Any, document: Mapping[str, Any], target: Path) -> None:
         axes.scatter([p[2] for p in own], [p[3] for p in own], s=18, label=name)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=_title(document))
     axes.legend(fontsize=7)
-    figure.savefig(target, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    try:
+        figure.savefig(target, dpi=150, bbox_inches="tight")
+    except (OSError, ValueError) as error:  # ValueError: an ending that it doesn't know
+        hint = "name it .svg or .png, in a folder that is there"
+        raise ConfigError("--plot can't be written", asked=f"{target}: {error}", hint=hint) from error
+    finally:
+        pyplot.close(figure)
 
 
 def _title(document: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,15 @@ def run_cells(
     _limits(found, device, cells, options)
     with torch.no_grad():
         for number, cell in enumerate(cells, 1):
-            if all((cell.name, mode) in done for mode in cell.modes):
+            missing = tuple(mode for mode in cell.modes if (cell.name, mode) not in done)
+            if not missing:
                 continue
             if budget.left <= 0:
                 found["left_out"].append(cell.name)
                 continue
             options.say(f"[{number}/{len(cells)}] {cell.name}")
             first = len(found["cells"])
+            cell = replace(cell, modes=missing)
             try:
                 _one(found, cell, device, options)
             except DeviceLost as lost:

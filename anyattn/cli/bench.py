@@ -17,9 +17,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyattn.cli.bench_checks import check_options, check_somebody
 from anyattn.cli.bench_write import add_write_arguments
 from anyattn.errors import ConfigError
 
@@ -33,6 +33,7 @@ __all__ = ["add_arguments", "device_of", "run"]
 
 _LOST = 3
 _BUILDERS = 8
+_NOT_KEPT = "nothing is kept without --json FILE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError, UnknownNameError: options that can't be.
+        KeyboardInterrupt: Ctrl-C, after a line that says what is saved.
     """
-    if args.resume and args.json in (None, "-"):
-        raise ConfigError("--resume", asked="no file", allowed="--json FILE of the run to go on with")
+    check_options(args)
     if args.growth:
         from anyattn.cli.bench_growth import run_growth
 
@@ -171,7 +172,7 @@ def _options(args: argparse.Namespace, device: torch.device) -> Options:
     from anyattn.bench.run import to_stderr
 
     return Options(
-        rounds=max(2, args.rounds), only=args.only, skip=args.skip, degraded=args.all or device.type == "cpu",
+        rounds=args.rounds, only=args.only, skip=args.skip, degraded=args.all or device.type == "cpu",
         peers=not args.no_peers, say=to_stderr,
     )  # fmt: skip
 
@@ -188,13 +189,15 @@ def _build(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device
 
 
 def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.device) -> int:
-    from anyattn.bench.document import load
+    from anyattn.bench.document import check_resumable, load
     from anyattn.bench.engine import DeviceLost
     from anyattn.bench.run import Budget, run_cells, to_stderr
     from anyattn.bench.summary import cell_text
 
     path = None if args.json in (None, "-") else args.json
     known = load(path) if args.resume and path and os.path.exists(path) else None
+    if known is not None:
+        check_resumable(known, device)
     budget = Budget.of_minutes(args.minutes)
     quiet = args.json == "-" or args.defaults
     told: set[tuple[str, str]] = set()
@@ -207,6 +210,10 @@ def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devi
     except DeviceLost as lost:
         to_stderr(f"the device failed: {lost}")
         return _go_on(args, budget.left) if path else _LOST
+    except KeyboardInterrupt:
+        to_stderr(f"interrupted: {f'{path} has what was timed; --resume goes on' if path else _NOT_KEPT}")
+        raise
+    check_somebody(args, document)
     return _report(args, document, measured=True)
 
 
@@ -216,7 +223,7 @@ def _go_on(args: argparse.Namespace, seconds: float) -> int:
         return _LOST
     given = [part for part in _without(sys.argv[1:], "--build") if part != "--resume"] + ["--resume"]
     if args.minutes is not None:
-        given += ["--minutes", f"{seconds / 60:.2f}"]
+        given += ["--minutes", f"{max(seconds / 60, 0.01):.2f}"]
     sys.stdout.flush()
     return os.execv(sys.executable, [sys.executable, "-m", "anyattn.cli.main", *given])
 
@@ -232,6 +239,7 @@ def _without(arguments: Sequence[str], option: str) -> list[str]:
 
 def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: bool) -> int:
     from anyattn.bench.document import save
+    from anyattn.bench.outputs import write_text
     from anyattn.bench.plot import plot
     from anyattn.bench.summary import cell_text, describe, head, policies, summary
 
@@ -252,7 +260,7 @@ def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: boo
     if args.markdown:
         from anyattn.bench.markdown import markdown
 
-        Path(args.markdown).write_text(markdown(document), encoding="utf-8")
+        write_text("--markdown", args.markdown, markdown(document))
     if args.plot:
         plot(document, args.plot)
     if args.write:

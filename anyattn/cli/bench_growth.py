@@ -12,8 +12,10 @@ def run_growth(args: argparse.Namespace) -> int:
     """Measure, print the slopes, and write JSON where asked."""
     from anyattn.bench.growth import measure_growth, text
     from anyattn.cli.bench import device_of
+    from anyattn.cli.bench_checks import check_somebody
 
     found = measure_growth(device_of(args), only=args.only)
+    check_somebody(args, {"cells": [{"results": found["rows"], "skipped": found["skipped"]}]})
     if args.json == "-":
         print(json.dumps(found, indent=1))
         return 0

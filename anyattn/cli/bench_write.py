@@ -72,8 +72,13 @@ def _arch(text: str) -> str:
     """`platform:arch` of a bare architecture, by its family's prefix."""
     families = {"sm": "cuda", "gfx": "rocm", "avx": "cpu", "amx": "cpu", "arm": "cpu", "generic": "cpu"}
     found = next((platform for prefix, platform in families.items() if text.startswith(prefix)), None)
-    if ":" in text or found is None:
+    if ":" in text:
         return text
+    if found is None:
+        hint = "write it into the result's field arch"
+        raise ConfigError(
+            "arch of a bench result", asked=repr(text), allowed="platform:arch, as cuda:sm90", hint=hint
+        )
     return f"{found}:{text}"
 
 
@@ -88,10 +93,12 @@ def write_table(
     Raises:
         ConfigError: as `table_of` and `merge_tables`, or a file that can't be written.
     """
+    from anyattn.bench.outputs import check_folder_or_file
+
     table = table_of(result, facts=facts, command=command)
     target = Path(path)
     if target.is_dir() or str(path).endswith("/"):
-        target.mkdir(parents=True, exist_ok=True)
+        check_folder_or_file("--write", str(path))
         target = target / file_name(table.provenance)
     if merge and target.exists():
         table = merge_tables(load_table(target), table)

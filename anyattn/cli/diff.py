@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """
     found = diff_files(args.old, args.new)
     limit = args.fail_on_regression
-    if limit is not None and (found.times is None or limit < 0):
+    if limit is not None and (found.times is None or not 0 <= limit < math.inf):
         allowed = "two measured tables or bench results, and a percentage >= 0"
         asked = f"{limit:g} for two {found.kind} files"
         raise ConfigError("--fail-on-regression", asked=asked, allowed=allowed, hint="--fail-on-change")
@@ -129,7 +130,10 @@ def _read(path: str | Path) -> tuple[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError("a file to compare can't be read", asked=f"{path}: {error}") from error
+        allowed = "; ".join(_KINDS.values())
+        raise ConfigError(
+            "a file to compare can't be read", asked=f"{path}: {error}", allowed=allowed
+        ) from error
     found = data if isinstance(data, dict) else {}
     schemas = {SCHEMA: "table", BENCH_SCHEMA: "bench"}
     kind = schemas.get(str(found.get("schema")))
@@ -138,7 +142,8 @@ def _read(path: str | Path) -> tuple[str, Any]:
     if kind is None and ("machine" in found or {"platform", "arch"} <= set(found)):
         kind = "host"
     if kind is None:
-        raise ConfigError("a file to compare", asked=str(path), allowed="; ".join(_KINDS.values()))
+        asked = f"{path}: schema {found.get('schema')!r}"
+        raise ConfigError("a file to compare", asked=asked, allowed="; ".join(_KINDS.values()))
     return kind, data
 
 

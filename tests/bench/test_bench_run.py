@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert "not compared" in cell_text(document["cells"][0])
 
 
-def test_going_on_with_a_result_and_the_budget(tmp_path: Path) -> None:
+def test_going_on_with_a_result_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.json"
     run_cells([DECODE], CPU, QUICK, path=path)
     again = run_cells([DECODE, EXTEND], CPU, QUICK, path=path, document=load(path))
@@ -82,6 +83,12 @@ def test_going_on_with_a_result_and_the_budget(tmp_path: Path) -> None:
     assert late["left_out"] == [DECODE.name, EXTEND.name]
     assert late["cells"] == []
     assert "Left out for time" in summary(late)
+    both = dataclasses.replace(DECODE, modes=("graph", "eager"))
+    monkeypatch.setattr(
+        run, "time_cell", lambda cell, *_: [engine.Timed(cell, m, 0, None) for m in cell.modes]
+    )
+    added = run_cells([both], CPU, QUICK, document=load(path))["cells"][2:]
+    assert [entry["mode"] for entry in added] == ["graph"], "only the mode that is missing"
 
 
 def contender(name: str, prepare: Any) -> Contender:

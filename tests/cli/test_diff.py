@@ -179,3 +179,14 @@ def test_what_does_not_compare_is_refused(save: Save, capsys: pytest.CaptureFixt
     code, said = run(capsys, save("e", {"schema": "anyattn.bench/1", "cells": 3}), save("f", result))
     assert code == 2
     assert "fields of a bench result" in said
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "-1"])
+def test_a_limit_that_nothing_could_exceed_is_refused(
+    limit: str, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = run(
+        capsys, save("a", bench(480, 500)), save("b", bench(900, 500)), f"--fail-on-regression={limit}"
+    )
+    assert code == 2
+    assert "a percentage >= 0" in said

@@ -245,3 +245,30 @@ def test_every_table_that_ships_is_sound() -> None:
         assert made.commit and made.command and made.units  # noqa: PT018
         assert not any(part[0] in "/~." for part in made.command.split()), "a path of somebody's machine"
         assert all(len(times) > 1 for times in table.entries.values())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"versions": None}, {"versions": [1]}, {"versions": {"torch": 2}}, {"arch": 7}, {"date": None},
+     {"units": "132"}, {"stranger": 1}, {"entries": 3}],
+)  # fmt: skip
+def test_a_head_that_does_not_fit_is_an_error(fields: dict[str, object]) -> None:
+    data = from_bench(result(cell(TWO))).to_json()
+    assert MeasuredTable.from_json(data).to_json() == data
+    with pytest.raises(ConfigError, match=r"fields of a measured table.*Next: write it again"):
+        MeasuredTable.from_json(data | fields)
+
+
+@pytest.mark.parametrize("field", [{"kv_heads": 0}, {"page": "16"}, {"requests": 1.5}, {"kv_len": -1}])
+def test_a_bucket_counts_in_whole_numbers(field: dict[str, object]) -> None:
+    data = from_bench(result(cell(TWO))).to_json()
+    data["entries"][0]["bucket"] |= field
+    with pytest.raises(ConfigError, match="no whole number"):
+        MeasuredTable.from_json(data)
+
+
+def test_times_are_finite() -> None:
+    with pytest.raises(ConfigError, match="a measured time"):
+        Timing(float("inf"))
+    with pytest.raises(ConfigError, match="a measured time"):
+        Timing(1.0, float("nan"))

@@ -18,6 +18,7 @@ from anyattn.errors import ConfigError
 __all__ = ["EAGER", "GRAPH", "RUNS", "Bucket", "Shape", "Workload", "power_of_two"]
 
 EAGER, GRAPH = "eager", "graph"
+_COUNTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page", "requests", "kv_len", "new_tokens")
 RUNS = (EAGER, GRAPH)
 """How a step was run: launched from Python, host time included, or as a replayed graph."""
 
@@ -111,6 +112,9 @@ class Bucket:
     def from_json(data: Mapping[str, Any]) -> Bucket:
         """The bucket that `to_json` wrote. Raises TypeError, ValueError or KeyError for anything else."""
         names = {f.name for f in fields(Shape)}
+        for name, value in data.items():
+            if name in _COUNTS and not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name} = {value!r}, no whole number >= 1")
         shape = Shape(**{k: v for k, v in data.items() if k in names})
         rest = {k: v for k, v in data.items() if k not in names}
         return Bucket(**{**rest, "phase": Phase(rest["phase"]), "shape": shape})

@@ -47,7 +47,9 @@ def from_bench(data: Any, *, arch: str = "", command: str = "", units: int | Non
         asked = f"{type(error).__name__}: {error}"
         raise ConfigError("fields of a bench result", asked=asked, allowed="as saved") from error
     if not cells:
-        hint = "run more backends: anyattn bench --backends …"
+        hint = (
+            "time two backends or more: `anyattn bench` without --only and --skip, on a CPU or GPU with two"
+        )
         raise ConfigError("no cell compares two backends", asked=f"{len(data['cells'])} cells", hint=hint)
     return MeasuredTable(provenance, {bucket: combined(found) for bucket, found in cells.items()})
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ class Timing:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.seconds > 0 and self.spread >= 0):
+        if not (0 < self.seconds < math.inf and 0 <= self.spread < math.inf):
             asked = f"{self.seconds} s, spread {self.spread}"
             raise ConfigError("a measured time", asked=asked, allowed="seconds > 0, spread >= 0")
 
@@ -92,10 +93,13 @@ class MeasuredTable:
         try:
             own = {k: v for k, v in data.items() if k not in ("schema", "entries")}
             entries = {Bucket.from_json(e["bucket"]): _times(e["times"]) for e in data["entries"]}
-            return MeasuredTable(Provenance(**own), entries, name)
+            return MeasuredTable(_checked(Provenance(**own)), entries, name)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             asked = f"{name}: {type(error).__name__}: {error}"
-            raise ConfigError("fields of a measured table", asked=asked, allowed="as saved") from error
+            hint = "write it again: anyattn bench --from RESULT.json --write TABLE.json"
+            raise ConfigError(
+                "fields of a measured table", asked=asked, allowed="as saved", hint=hint
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, an entry a line, so that a changed time is a diff of one line.
@@ -110,6 +114,18 @@ class MeasuredTable:
             Path(path).write_text(f'{head},\n "entries": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
         except OSError as error:
             raise ConfigError("a measured table can't be written", asked=f"{path}: {error}") from error
+
+
+def _checked(made: Provenance) -> Provenance:
+    """Raises TypeError for fields of another type."""
+    texts = (made.device, made.arch, made.date, made.commit, made.command)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("device, arch, date, commit and command are texts")
+    if not (made.units is None or isinstance(made.units, int)):
+        raise TypeError(f"units = {made.units!r}, no whole number")
+    if not all(isinstance(text, str) for pair in made.versions.items() for text in pair):
+        raise TypeError("versions are texts by distribution")
+    return made
 
 
 def _times(data: Mapping[str, Sequence[float]]) -> Times:

@@ -1,0 +1,67 @@
+"""Options of `anyattn bench` that can't be, refused before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from anyattn.errors import ConfigError
+
+__all__ = ["check_options", "check_somebody"]
+
+_AT_LEAST = {"rounds": (2, "a spread takes two samples"), "threads": (1, "leave it out for torch's choice"),
+             "build": (1, "leave it out to compile nothing ahead")}  # fmt: skip
+_MEASURING = ("growth", "list", "build", "build_only", "resume", "only", "skip", "cells", "workloads",
+              "modes", "quick", "minutes", "grid")  # fmt: skip
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for numbers, combinations and paths that can't be."""
+    for name, (least, hint) in _AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name}", asked=value, allowed=f">= {least}", hint=hint)
+    if args.minutes is not None and not (math.isfinite(args.minutes) and args.minutes > 0):
+        hint = "leave it out for as long as it takes"
+        raise ConfigError("--minutes", asked=args.minutes, allowed="a number > 0", hint=hint)
+    if args.merge and not args.write:
+        raise ConfigError(
+            "--merge", asked="no table", allowed="--write TABLE --merge", hint="add --write TABLE"
+        )
+    if args.resume and args.json in (None, "-"):
+        raise ConfigError("--resume", asked="no file", allowed="--json FILE of the run to go on with")
+    _check_saved(args)
+    _check_paths(args)
+
+
+def _check_saved(args: argparse.Namespace) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in _MEASURING if getattr(args, name)]
+    if args.saved and given:
+        allowed = "--json, --write, --merge, --plot, --markdown, --defaults: a saved result is shown whole"
+        hint = f"leave out {'--from' if len(given) > 1 else f'--from or {given[0]}'}"
+        raise ConfigError("--from measures nothing", asked=", ".join(given), allowed=allowed, hint=hint)
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    from anyattn.bench.outputs import check_file, check_folder_or_file, check_plot
+
+    if args.json not in (None, "-"):
+        check_file("--json", args.json)
+    if args.markdown:
+        check_file("--markdown", args.markdown)
+    if args.plot:
+        check_plot(args.plot)
+    if args.write:
+        check_folder_or_file("--write", args.write)
+
+
+def check_somebody(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Raises `ConfigError` if --only and --skip left nobody in any cell."""
+    cells = document["cells"]
+    if (args.only or args.skip) and cells and not any(e["results"] or e["skipped"] for e in cells):
+        asked = f"--only {','.join(args.only) or '(all)'} --skip {','.join(args.skip) or '(nobody)'}"
+        hint = "without them, everybody is listed by name"
+        raise ConfigError(
+            "nobody takes part", asked=asked, allowed="names or patterns of who is here", hint=hint
+        )
