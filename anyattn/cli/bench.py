@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args)
     cells = _cells(args, device)
     if args.list:
-        _print_list(cells, as_json=args.json is not None)
+        _print_list(cells, args.json)
         return 0
     if args.build_here or args.build_only or args.build:
         _build(args, cells, device)
@@ -153,18 +153,21 @@ def _cells(args: argparse.Namespace, device: torch.device) -> list[Cell]:
     return chosen
 
 
-def _print_list(cells: Sequence[Cell], *, as_json: bool) -> None:
-    if as_json:
-        print(
-            json.dumps(
-                [cell.to_json() | {"modes": cell.modes, "worth": cell.worth} for cell in cells], indent=1
-            )
-        )
+def _print_list(cells: Sequence[Cell], where: str | None) -> None:
+    """As text; as JSON with --json, into its file where one is named."""
+    from anyattn.bench.outputs import write_text
+
+    if where is None:
+        for cell in cells:
+            modes, megabytes = "+".join(cell.modes), cell.stored_bytes / 1e6
+            print(f"{cell.worth}  {cell.name:44} {modes:12} {megabytes:8.1f} MB of KV")
         return
-    for cell in cells:
-        print(
-            f"{cell.worth}  {cell.name:44} {'+'.join(cell.modes):12} {cell.stored_bytes / 1e6:8.1f} MB of KV"
-        )
+    rows = [cell.to_json() | {"modes": cell.modes, "worth": cell.worth} for cell in cells]
+    told = json.dumps(rows, indent=1)
+    if where == "-":
+        print(told)
+    else:
+        write_text("--json", where, f"{told}\n")
 
 
 def _options(args: argparse.Namespace, device: torch.device) -> Options:

@@ -32,7 +32,22 @@ def check_options(args: argparse.Namespace) -> None:
     if args.resume and args.json in (None, "-"):
         raise ConfigError("--resume", asked="no file", allowed="--json FILE of the run to go on with")
     _check_saved(args)
+    _check_without_result(args)
     _check_paths(args)
+
+
+def _check_without_result(args: argparse.Namespace) -> None:
+    """--growth, --list and --build-only make nothing that these could show."""
+    given = [f"--{name}" for name in ("write", "plot", "markdown", "defaults") if getattr(args, name)]
+    for name in ("growth", "list", "build_only"):
+        if getattr(args, name) and given:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} gives no result",
+                asked=", ".join(given),
+                allowed="--json",
+                hint=f"leave {option} out",
+            )
 
 
 def _check_saved(args: argparse.Namespace) -> None:

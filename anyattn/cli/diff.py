@@ -66,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
         allowed = "two measured tables or bench results, and a percentage >= 0"
         asked = f"{limit:g} for two {found.kind} files"
         raise ConfigError("--fail-on-regression", asked=asked, allowed=allowed, hint="--fail-on-change")
+    if limit is not None and found.times is not None and not found.times.means:
+        asked = f"{found.times.cells} cells in both, no backend in both"
+        hint = "measure the same cells and backends, or leave --fail-on-regression out"
+        raise ConfigError("--fail-on-regression has nothing to compare", asked=asked, hint=hint)
     worse = found.times.regressions(limit) if found.times is not None and limit is not None else ()
     if args.json:
         print(json.dumps(found.to_json() | {"regressions": to_plain(worse)}, indent=2))
@@ -113,16 +117,16 @@ def diff_files(old: str | Path, new: str | Path) -> Diff:
         asked = f"{old}: {_KINDS[kind]}; {new}: {_KINDS[other]}"
         raise ConfigError("files of two kinds", asked=asked, allowed="two of one kind")
     names = str(old), str(new)
-    if kind == "decision":
-        return Diff(kind, decision_changes(a, b), None, names)
-    if kind == "host":
-        return Diff(kind, host_changes(a, b), None, names)
     try:
-        times = diff_times(_cells(kind, a), _cells(kind, b))
+        if kind == "decision":
+            return Diff(kind, decision_changes(a, b), None, names)
+        if kind == "host":
+            return Diff(kind, host_changes(a, b), None, names)
+        times = diff_times(_cells(kind, a, names[0]), _cells(kind, b, names[1]))
         peers = diff_times(_peers(kind, a), _peers(kind, b))
         return Diff(kind, _measured_facts(a, b), times, names, peers)
-    except (KeyError, TypeError, AttributeError) as error:
-        asked = f"{type(error).__name__}: {error}"
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        asked = f"{old}, {new}: {type(error).__name__}: {error}"
         raise ConfigError(f"fields of {_KINDS[kind]}", asked=asked, allowed="as it was written") from error
 
 
@@ -147,9 +151,9 @@ def _read(path: str | Path) -> tuple[str, Any]:
     return kind, data
 
 
-def _cells(kind: str, data: Any) -> Mapping[str, Times]:
+def _cells(kind: str, data: Any, name: str) -> Mapping[str, Times]:
     if kind == "table":
-        return cell_times(MeasuredTable.from_json(data).entries)
+        return cell_times(MeasuredTable.from_json(data, name).entries)
     return _of_kind(data, "backend")
 
 
@@ -159,6 +163,8 @@ def _peers(kind: str, data: Any) -> Mapping[str, Times]:
 
 def _of_kind(data: Any, kind: str) -> Mapping[str, Times]:
     found = {}
+    if not isinstance(data["cells"], list):
+        raise TypeError("cells is no list")
     for entry in data["cells"]:
         cell, results = entry["cell"], [r for r in entry["results"] if r["kind"] == kind]
         name = cell.get("name") or json.dumps(cell, sort_keys=True)

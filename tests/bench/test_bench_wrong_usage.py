@@ -109,6 +109,8 @@ def test_fields_that_do_not_fit(name: str, tmp_path: Path, capsys: pytest.Captur
         ("--plot {tmp}/none/x.svg", "--plot can't be written"),
         ("--write {tmp}/none/x.json", "--write can't be written"),
         ("--write {tmp}/grid.toml/", "--write can't be written"),
+        ("--growth --plot x.svg", "--growth gives no result; asked: --plot"),
+        ("--list --write t.json", "--list gives no result; asked: --write"),
         ("--from r.json --only a --quick", "--from measures nothing; asked: --only, --quick"),
     ],
 )
@@ -191,3 +193,13 @@ def test_a_file_that_is_there_is_fine(tmp_path: Path) -> None:
     check_file("--json", tmp_path / "x.json")
     with pytest.raises(ConfigError, match="no folder"):
         check_file("--json", tmp_path / "y" / "x.json")
+
+
+def test_a_list_goes_where_json_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid, out = tmp_path / "grid.toml", tmp_path / "list.json"
+    grid.write_text(GRID)
+    given = ["bench", "--device", "cpu", "--grid", str(grid), "--list", "--json"]
+    assert main([*given, str(out)]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())

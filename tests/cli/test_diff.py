@@ -190,3 +190,36 @@ def test_a_limit_that_nothing_could_exceed_is_refused(
     )
     assert code == 2
     assert "a percentage >= 0" in said
+
+
+def test_a_gate_that_compares_nothing_is_refused(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
+    files = save("a", bench(480, 500)), save("b", bench(480, 500, batch=32))
+    assert run(capsys, *files)[0] == 0
+    code, said = run(capsys, *files, "--fail-on-regression", "5")
+    assert code == 2
+    assert "nothing to compare; asked: 0 cells in both" in said
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"candidates": 5}, {"host": 3}, {"decode": [1]}, {"request": None}, {"kv": None}, {"versions": 1}],
+)
+def test_a_decision_that_somebody_edited(
+    broken: dict[str, Any], save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = anyattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
+    data = anyattn.select(spec, dtype="float32", device="cpu").to_json()
+    code, said = run(capsys, save("a", data), save("b", data | broken))
+    assert code == 2
+    assert "fields of a decision" in said
+    assert "b.json" in said
+
+
+@pytest.mark.parametrize("broken", [{"machine": 3}, {"libraries": [{}]}, {"backends": 7}])
+def test_a_machine_that_somebody_edited(
+    broken: dict[str, Any], save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"machine": {"platform": "cpu"}, "libraries": [], "backends": []}
+    code, said = run(capsys, save("a", data), save("b", data | broken))
+    assert code == 2
+    assert "fields of a machine" in said

@@ -87,6 +87,8 @@ def test_counts_of_rules_are_powers_of_two() -> None:
     assert (rule.requests, rule.kv_len) == (64, 8192)
     with pytest.raises(ConfigError, match="run of a route rule"):
         RouteRule("warm", 1, 1, 1, "a")
+    with pytest.raises(ConfigError, match="kv_len of a route rule; asked: nan"):
+        RouteRule("graph", 1, float("nan"), 1, "a")  # type: ignore[arg-type]
 
 
 def test_a_step_is_measured_by_what_the_host_knows(world: World) -> None:
@@ -98,6 +100,9 @@ def test_a_step_is_measured_by_what_the_host_knows(world: World) -> None:
     bound = world.decode(10, 20).view(host_lens=UpperBound(33))
     assert step_size(bound) == (2, 33, 1)
     assert step_size(bound.view(host_lens=None)) == (2, None, 1)
+    nobody = ForwardBatch.decode([4, 4], [1, 1], [0, 0], num_padding_requests=2)
+    assert step_size(nobody)[0] == 1, "padding alone counts as one request"
+    assert world.router().init_forward_metadata(nobody).key.mode is ForwardMode.DECODE
 
 
 # --- routes ------------------------------------------------------------------------------------------
@@ -226,6 +231,9 @@ def test_members_that_do_not_fit_are_refused(world: World) -> None:
         ShapeRouter([small], ())
     with pytest.raises(ConfigError, match="two different backends or more"):
         ShapeRouter([small, small], ())
+    with pytest.raises(ConfigError, match=r"member of a route; .*allowed: AttentionBackend"):
+        ShapeRouter([world.router(), large], ())  # type: ignore[list-item]
+    assert ShapeRouter(iter(world.members), RULES).routes(ForwardMode.DECODE) == ("small", "large")
     with pytest.raises(ConfigError, match="share one pool"):
         ShapeRouter([small, World().members[1]], ())
     with pytest.raises(ConfigError, match="rules of a route name its members"):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from anyattn.core.arguments import check_number
 from anyattn.core.measure.bucket import RUNS, power_of_two
 from anyattn.errors import ConfigError
 
@@ -26,6 +27,7 @@ class RouteRule:
         if self.run not in RUNS:
             raise ConfigError("run of a route rule", asked=self.run, allowed=" or ".join(RUNS))
         for name in ("requests", "kv_len", "new_tokens"):
+            check_number(f"{name} of a route rule", getattr(self, name))
             object.__setattr__(self, name, power_of_two(getattr(self, name)))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from anyattn.core.arguments import check_instance
 from anyattn.core.backend_config import BackendConfig
 from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.call import LayerInputs, LayerOutput
@@ -47,25 +48,29 @@ class ShapeRouter(StepBackend):
     Members write KV alike (one pool, one layout, one dtype), so steps may change hands at any time.
     """
 
-    def __init__(self, members: Sequence[AttentionBackend], rules: Iterable[RouteRule]) -> None:
+    def __init__(self, members: Iterable[AttentionBackend], rules: Iterable[RouteRule]) -> None:
         """The first member takes steps whose KV length the host doesn't know, and IDLE ones.
 
         Raises:
-            ConfigError: fewer than two members, a name twice, members that don't share pool, table and KV
-                conventions, rules that name nobody here.
+            ConfigError: fewer than two members, a name twice, members that are no plain backends or don't
+                share pool, table and KV conventions, rules that name nobody here.
         """
-        self.members = {member.config.name: member for member in members}
-        self.all = tuple(members)
+        hint = "create_backend makes one of each decision"
+        self.all = tuple(
+            check_instance("member of a route", member, AttentionBackend, hint)  # type: ignore[type-abstract]
+            for member in members
+        )
+        self.members = {member.config.name: member for member in self.all}
         self.children = self.all
         _check_members(self.all, self.members)
-        first = members[0]
+        first = self.first
         self.map = RouteMap(first.config.name, rules)
         strangers = {rule.backend for rule in self.map.rules} - set(self.members)
         if strangers:
             asked, allowed = ", ".join(sorted(strangers)), ", ".join(self.members)
             raise ConfigError("rules of a route name its members", asked=asked, allowed=allowed)
         self.pool, self.table = first.pool, first.table
-        self._by_owner = {member.owner: member for member in members}
+        self._by_owner = {member.owner: member for member in self.all}
         self._traits: dict[ForwardMode, Traits] = {}
 
     @property
