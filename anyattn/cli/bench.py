@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from anyattn.cli.bench_checks import check_options, check_somebody
+from anyattn.cli.bench_checks import check_options, check_somebody, strangers
 from anyattn.cli.bench_write import add_write_arguments
 from anyattn.errors import ConfigError
 
@@ -217,6 +217,8 @@ def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devi
         to_stderr(f"interrupted: {f'{path} has what was timed; --resume goes on' if path else _NOT_KEPT}")
         raise
     check_somebody(args, document)
+    for name in strangers(args, document):
+        to_stderr(f"--only {name}: nobody here has that name")
     return _report(args, document, measured=True)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from anyattn.core.measure.table import load_table
 from anyattn.errors import ConfigError
 
-__all__ = ["check_options", "check_somebody"]
+__all__ = ["check_options", "check_somebody", "strangers"]
 
 _AT_LEAST = {"rounds": (2, "a spread takes two samples"), "threads": (1, "leave it out for torch's choice"),
              "build": (1, "leave it out to compile nothing ahead")}  # fmt: skip
@@ -69,6 +72,14 @@ def _check_paths(args: argparse.Namespace) -> None:
         check_plot(args.plot)
     if args.write:
         check_folder_or_file("--write", args.write)
+        if args.merge and Path(args.write).is_file():
+            load_table(args.write)  # which must be sound before hours of measuring
+
+
+def strangers(args: argparse.Namespace, document: dict[str, Any]) -> list[str]:
+    """Names and patterns of --only that nobody in any cell has: told, since the others' times count."""
+    seen = {row["name"] for e in document["cells"] for row in (*e["results"], *e["skipped"])}
+    return [glob for glob in args.only if not any(fnmatchcase(name, glob) for name in seen)]
 
 
 def check_somebody(args: argparse.Namespace, document: dict[str, Any]) -> None:

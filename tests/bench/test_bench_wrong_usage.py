@@ -101,6 +101,7 @@ def test_fields_that_do_not_fit(name: str, tmp_path: Path, capsys: pytest.Captur
         ("--modes eagre", "did you mean 'eager'?"),
         ("--modes graph", "no cell is left"),
         ("--merge", "add --write TABLE"),
+        ("--merge --write {tmp}/grid.toml", "measured table can't be read"),
         ("--only nobody", "nobody takes part"),
         ("--growth --only nobody", "nobody takes part"),
         ("--json {tmp}/none/x.json", "--json can't be written"),
@@ -203,3 +204,17 @@ def test_a_list_goes_where_json_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+
+
+def test_a_name_that_nobody_has_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grid.toml").write_text(GRID)
+    args = ["bench", "--device", "cpu", "--grid", str(tmp_path / "grid.toml"), "--rounds", "2", "--no-peers"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_limits", lambda *_: None)
+        assert main([*args, "--json", "--only", "torch_native,trition"]) == 0
+    found = capsys.readouterr()
+    assert "--only trition: nobody here has that name" in found.err
+    assert "--only torch_native" not in found.err
+    assert {row["name"] for cell in json.loads(found.out)["cells"] for row in cell["results"]} == {
+        "torch_native"
+    }

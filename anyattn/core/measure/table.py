@@ -155,7 +155,8 @@ def merge_tables(older: MeasuredTable, newer: MeasuredTable) -> MeasuredTable:
     a, b = older.provenance, newer.provenance
     if (a.device, a.arch) != (b.device, b.arch):
         asked = f"{a.device} ({a.arch}) and {b.device} ({b.arch})"
-        raise ConfigError("tables of two devices don't merge", asked=asked, allowed="one device")
+        hint = "write to another file, or to a folder: its files are named by the device"
+        raise ConfigError("tables of two devices don't merge", asked=asked, allowed="one device", hint=hint)
     changed = differing(a.versions, b.versions)
     if changed:
         told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
