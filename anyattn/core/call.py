@@ -68,7 +68,8 @@ class AttentionCall:
         q: `[T, Hq, D]`, possibly strided. k, v: `[T, Hkv, D]` and `[T, Hkv, Dv]`, or None: all KV is in
             the pool.
         stored: k and v have been written to the pool (else attend to them directly).
-        out: `[T, Hq, Dv]`, to be written. lse: float32 `[T, Hq]` to be written, or None.
+        out: `[T, Hq, Dv]`, to be written. lse: float32 `[T, Hq]` to be written, or None. own_out: the caller
+            gave no `out`, so that a kernel's own result, of the same shape and dtype, may take its place.
         table: the layer's table; None for encoder-only layers.
         group: the layer's plan group on this backend's pool (`layer.plan_group` doesn't know the pool).
     """
@@ -84,6 +85,7 @@ class AttentionCall:
     stored: bool
     group: PlanGroup
     inputs: LayerInputs | None = None
+    own_out: bool = False
 
     @property
     def kind(self) -> AttentionKind:

@@ -39,12 +39,7 @@ from anyattn.core.spec import AttentionKind, Limits
 from anyattn.core.step_backend import StepBackend
 from anyattn.core.step_checks import check_served
 from anyattn.core.strategy import Strategy
-from anyattn.core.traits import (
-    Determinism,
-    GraphSupport,
-    HostLengthNeed,
-    Traits,
-)
+from anyattn.core.traits import Determinism, GraphSupport, HostLengthNeed, Traits
 from anyattn.errors import FeatureError, GraphError, PlanError
 
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
@@ -226,13 +221,15 @@ class AttentionBackend(StepBackend):
                 and loc.shape[0] == tokens
                 and known.takes(tokens, q, k, v, out)
             ):
+                own = out is None
                 if out is None:
                     out = q.new_empty((tokens, known.num_q, known.v_dim))
                 self.write_kv(layer, loc, k, v)
                 table = plan.tables.get(group.table)
-                known.run(AttentionCall(q, k, v, layer, plan, table, out, None, True, group))
-                self._clear_padding(batch, out, None)
-                return LayerOutput(out)
+                call = AttentionCall(q, k, v, layer, plan, table, out, None, True, group, own_out=own)
+                known.run(call)
+                self._clear_padding(batch, call.out, None)
+                return LayerOutput(call.out)
         shape = spec = layer.spec
         if spec.mla is not None:
             q, k, v, shape = as_whole(q, k, v, spec, plan.mla_method, inputs)
@@ -248,14 +245,16 @@ class AttentionBackend(StepBackend):
             return LayerOutput(result, lse)
         stored = self._store(layer, group, k3, v3, plan, save_kv_cache)
         table = plan.tables.get(group.table)
-        call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs)
+        call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs, out is None)
         known.run(call)
-        self._clear_padding(batch, out3, lse)
+        self._clear_padding(batch, call.out, lse)
+        if call.out is not out3:
+            result = call.out.reshape(result.shape)
         return LayerOutput(result, lse)
 
     @staticmethod
     def _clear_padding(batch: ForwardBatch, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Padded rows of eager steps are zero, and have seen no key."""
+        # Padded rows of eager steps are zero, and have seen no key.
         if batch.num_padding_tokens and batch.captured_mode is None:
             padding = slice(batch.num_tokens - batch.num_padding_tokens, None)
             out[padding] = 0

@@ -158,7 +158,10 @@ class FlashAttention(AttentionBackend):
         given = self.descales(call, call.plan.key.num_requests) if self._fp8 and planned.table else {}
         if sinks is not None and lse is None:
             given["sinks"] = sinks if self.library.sink_dtype is None else sinks.to(self.library.sink_dtype)
-        planned.function.run(q, k, v, arguments, out, lse, given)
+        whole = call.own_out and rows == call.q.shape[0]
+        out = planned.function.run(q, k, v, arguments, out, lse, given, may_replace=whole)
+        if whole:
+            call.out = out
         if lse is not None:
             _finish(out, lse, sinks, exact=planned.causal)
 

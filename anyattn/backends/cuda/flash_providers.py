@@ -135,14 +135,17 @@ class FlashFunction:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         given: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> None:
+        *,
+        may_replace: bool = False,
+    ) -> torch.Tensor:
         """Attend: `q [T, Hq, D]`, paged or ragged `k`, `v`. Writes `out [T, Hq, Dv]` and, unless None,
-        the natural-log `lse [T, Hq]`.
+        the natural-log `lse [T, Hq]`. Returns `out`; with `may_replace`, the library's own result where it
+        writes into no other: that saves a copy.
 
         `bound` is of `bind` and isn't changed; without query offsets every request has one query. `given`:
         sinks, qv, k_descale, v_descale of the layer.
         """
-        single = self.rectangular and self.names["cu_q"] not in bound
+        single, wanted = self.rectangular and self.names["cu_q"] not in bound, out
         if single:
             q, out = q[:, None], out[:, None]
         arguments = bound.copy()
@@ -156,9 +159,11 @@ class FlashFunction:
             arguments[self._lse] = True
         result = self.call(aligned(q), k, v, **arguments)
         if inner and lse is None:
-            return
+            return wanted
         values: tuple[torch.Tensor, ...] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-        if not inner:
+        if not inner and may_replace and values[0].dtype == out.dtype:
+            wanted = values[0][:, 0] if single else values[0]
+        elif not inner:
             out.copy_(values[0])
         if lse is not None:
             raw = values[1]
@@ -166,6 +171,7 @@ class FlashFunction:
                 lse.copy_(raw[..., 0])
             else:
                 lse.copy_(raw if self.version == 4 and "qv" in given else raw.t())
+        return wanted
 
 
 def _result_dtype(q: torch.Tensor) -> torch.dtype:
