@@ -179,3 +179,14 @@ def test_every_head_size_can_be_compiled_on_demand() -> None:
     for entry in ENTRIES[::9]:
         launch = record(entry, TARGETS[entry.targets[0]])
         assert launch.options["num_warps"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "longest", "early"), [(1, 8, 8192, 2), (64, 1, 8192, 0), (8, 8, 65536, 0)]
+)
+def test_only_short_programs_let_what_follows_start_early(
+    batch: int, heads: int, longest: int, early: int
+) -> None:
+    got = choose_decode(batch, heads, longest, 128, 2, "sm90", 132, even=True)
+    assert got.split
+    assert got.overlap == early
