@@ -67,6 +67,8 @@ _MLA: dict[str, Any] = {
     ),
 }
 
+_CUDA_UNTRIED = tuple(chip for chip in arch.CUDA if chip not in arch.SM90)
+
 _ROWS = (
     CapabilityRow(
         architectures=arch.CPU,
@@ -76,10 +78,24 @@ _ROWS = (
         **{**_EVERYWHERE, "determinism": 2},  # tiles of fixed place and shape, where it is asked for
     ),
     CapabilityRow(
-        architectures=(*arch.CUDA, *arch.ROCM, *arch.ASCEND_910, *arch.ASCEND_310P, *arch.ANY_ACCELERATOR),
+        architectures=arch.SM90,
         method="gather + SDPA",
         degraded="reference, not a fast path",
-        source="plain torch operators; not run on accelerators yet, nor fp8 conversion on Ascend",
+        proof=Proof.HARDWARE,
+        source="plain torch operators; judged in full on an H200 (docs/h200.md)",
+        **_EVERYWHERE,
+    ),
+    CapabilityRow(
+        architectures=(
+            *_CUDA_UNTRIED,
+            *arch.ROCM,
+            *arch.ASCEND_910,
+            *arch.ASCEND_310P,
+            *arch.ANY_ACCELERATOR,
+        ),
+        method="gather + SDPA",
+        degraded="reference, not a fast path",
+        source="plain torch operators; not run on these accelerators, nor fp8 conversion on Ascend",
         **_EVERYWHERE,
     ),
     CapabilityRow(
