@@ -201,10 +201,18 @@ def make_request(
 
 
 def _routed(route: bool | str | Sequence[str]) -> tuple[str, ...] | None:
-    """None without a route, () for any backend, else the names."""
+    """None without a route, () for any backend, else the names. Raises `ConfigError` for anything else."""
     if isinstance(route, bool):
         return () if route else None
-    return (route,) if isinstance(route, str) else tuple(route)
+    names = (route,) if isinstance(route, str) else route
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "route",
+            asked=route,
+            allowed="True, or names of backends",
+            hint='route=True, or ["triton", "fa3"]',
+        )
+    return tuple(names)
 
 
 def _tensor_device(device: torch.device | str | None, facts: HostFacts) -> torch.device | str:

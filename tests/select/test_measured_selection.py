@@ -11,6 +11,7 @@ import pytest
 from measured_fakes import bucket, entry, table
 from select_fakes import KLIB, SPEC, both, host, library, record, reference, request, row, run
 
+import anyattn
 from anyattn.cli.main import main
 from anyattn.core.capabilities import PageSizes, Phase
 from anyattn.core.measure import Bucket, MeasuredTable, Workload
@@ -382,3 +383,9 @@ def test_decisions_from_before_there_were_routes_are_read() -> None:
     for name in ("workload", "route"):
         del old["request"][name]
     assert Decision.from_json(old) == decision
+
+
+@pytest.mark.parametrize("route", [3, [3], None])
+def test_a_route_is_names(route: object) -> None:
+    with pytest.raises(ConfigError, match="names of backends"):
+        anyattn.select(SPEC, dtype="float32", device="cpu", route=route)  # type: ignore[arg-type]
