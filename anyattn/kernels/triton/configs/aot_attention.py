@@ -256,7 +256,7 @@ ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d64-one-request", shape=Shape(dim=64, batch=1)),
     _decode("decode/d80-page-1", shape=Shape(kv_heads=32, dim=80, page=1)),
     _decode("decode/d192-v128", shape=_UNEQUAL, spills=RDNA3_WIDE_HEADS),
-    _decode("decode/d256-cap", shape=_CAP_256, spills=RDNA3_WIDE_HEADS),
+    _decode("decode/d256-cap", shape=_CAP_256, spills={**RDNA3_WIDE_HEADS, "sm_90": _THIRD_BLOCK}),
     _decode("decode/d256-one-request", shape=replace(_PLAIN_256, batch=1), spills=RDNA3_WIDE_HEADS),
     _decode("decode/d128-fp8", shape=Shape(fp8=True)),
     _decode("decode/d256-fp8", shape=replace(_PLAIN_256, fp8=True)),
