@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on-regression",
         type=float,
         metavar="PCT",
-        help="exit 1 if a backend became slower by more than PCT percent in a cell, beyond the noise",
+        help="exit 1 if a backend became slower by more than PCT percent in a cell, beyond the noise, or has "
+        "no time there any more",
     )
     parser.add_argument(
         "--fail-on-change",
@@ -70,14 +71,16 @@ def run(args: argparse.Namespace) -> int:
         asked = f"{found.times.cells} cells in both, no backend in both"
         hint = "measure the same cells and backends, or leave --fail-on-regression out"
         raise ConfigError("--fail-on-regression has nothing to compare", asked=asked, hint=hint)
-    worse = found.times.regressions(limit) if found.times is not None and limit is not None else ()
+    watched = found.times if limit is not None else None
+    worse = watched.regressions(limit) if watched is not None and limit is not None else ()
+    gone = watched.gone if watched is not None else ()
     if args.json:
         print(json.dumps(found.to_json() | {"regressions": to_plain(worse)}, indent=2))
     else:
         print("\n".join(_lines(found, None if args.all else _LONGEST)))
         if limit is not None:
-            print(f"{len(worse)} regressions of more than {limit:g} %")
-    return int(bool(worse) or (args.fail_on_change and found.changed))
+            print(f"{len(worse)} regressions of more than {limit:g} %, {len(gone)} times gone")
+    return int(bool(worse or gone) or (args.fail_on_change and found.changed))
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,8 @@ class Diff:
 
     @property
     def changed(self) -> bool:
-        """A winner or a fact changed; dates, commits and commands are no facts."""
-        return bool(self.facts) or bool(self.times and self.times.winners)
+        """A winner or a fact changed, or a backend has no time any more; dates and commits are no facts."""
+        return bool(self.facts) or bool(self.times and (self.times.winners or self.times.gone))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -211,6 +214,8 @@ def _mean_lines(times: TimesDiff | None, mark: str) -> Iterator[str]:
 def _time_lines(times: TimesDiff, limit: int | None) -> Iterator[str]:
     for winner in sorted(times.winners, key=lambda w: w.ratio)[:limit]:
         yield f"  winner of {winner.cell}: {winner.old} -> {winner.new} ({winner.ratio:.3f} of its time)"
+    for cell, backend in times.gone[:limit]:
+        yield f"  gone    {backend} in {cell}"
     changes = sorted(times.times, key=lambda c: -max(c.ratio, 1 / c.ratio))
     for change in changes[:limit]:
         yield f"  {change.ratio:6.3f} x  {change.backend} in {change.cell} (noise {change.noise:.0%})"

@@ -104,11 +104,25 @@ def test_two_bench_results(save: Save, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_regression_fails_where_it_is_asked_to(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = save("old", bench(480, 500)), save("new", bench(520, 500))
     code, text = run(capsys, old, new, "--fail-on-regression", "5")
-    assert (code, text.splitlines()[-1]) == (1, "1 regressions of more than 5 %")
+    assert (code, text.splitlines()[-1]) == (1, "1 regressions of more than 5 %, 0 times gone")
     assert run(capsys, old, new, "--fail-on-regression", "10")[0] == 0
     assert run(capsys, new, old, "--fail-on-regression", "5")[0] == 0, "faster is no regression"
     loud = save("loud", bench(520, 500, spread=0.1))
     assert run(capsys, old, loud, "--fail-on-regression", "5")[0] == 0, "8 % is within its noise"
+
+
+def test_a_backend_without_a_time_any_more_is_a_regression(
+    save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = bench(480, 500)
+    cell = broken["cells"][0]
+    cell["results"] = [r for r in cell["results"] if r["name"] != "triton"]
+    old, new = save("old", bench(480, 500)), save("new", broken)
+    code, text = run(capsys, old, new, "--fail-on-regression", "5")
+    assert (code, text.splitlines()[-1]) == (1, "0 regressions of more than 5 %, 1 times gone")
+    assert "gone    triton in decode-64x8k graph" in text
+    assert run(capsys, old, new, "--fail-on-change")[0] == 1
+    assert run(capsys, new, old, "--fail-on-regression", "5")[0] == 0, "a new one is none"
 
 
 def test_two_tables_as_json(save: Save, capsys: pytest.CaptureFixture[str]) -> None:

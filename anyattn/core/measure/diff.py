@@ -38,7 +38,9 @@ class WinnerChange:
 
 @dataclass(frozen=True)
 class TimesDiff:
-    """`means`: per backend, new over old time, over the cells of both. `lost`, `added`: cells of one side."""
+    """`means`: per backend, new over old time, over the cells of both. `lost`, `added`: cells of one side.
+    `gone`: backends that the old side timed in a cell of both and the new one didn't, as (cell, backend).
+    """
 
     cells: int
     winners: tuple[WinnerChange, ...]
@@ -46,6 +48,7 @@ class TimesDiff:
     means: Mapping[str, Comparison]
     lost: tuple[str, ...]
     added: tuple[str, ...]
+    gone: tuple[tuple[str, str], ...] = ()
 
     def regressions(self, percent: float) -> tuple[TimeChange, ...]:
         """Changes for the worse by more than `percent`, and beyond the noise."""
@@ -68,6 +71,7 @@ def diff_times(old: Cells, new: Cells) -> TimesDiff:
     return TimesDiff(
         len(shared), tuple(winners), tuple(changes), means,
         tuple(c for c in old if c not in new), tuple(c for c in new if c not in old),
+        tuple((cell, name) for cell in shared for name in old[cell] if name not in new[cell]),
     )  # fmt: skip
 
 
