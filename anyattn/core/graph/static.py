@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,14 @@ __all__ = ["PoolGuard", "copy_in", "cut"]
 
 
 class PoolGuard:
-    """Remembers the pool that graphs read, and refuses what would read another memory."""
+    """Remembers the pools that graphs read, those of a wrapper's children too, and refuses what would read
+    another memory.
+    """
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self._pool = backend, backend.pool
-        self._storage = _storage_address(backend.pool)
+        self._backend = backend
+        self._pools = tuple((each, each.pool) for each in _with_children(backend))
+        self._storage = tuple((p, _storage_address(p)) for p in {id(p): p for _, p in self._pools}.values())
 
     def check_idle(self, what: str) -> None:
         """Raises `GraphError` while a graph is captured: the outer graph would record the preparation."""
@@ -32,14 +35,26 @@ class PoolGuard:
 
     def check_pool(self) -> None:
         """Raises `GraphError` where the KV that the graphs read is no longer the backend's."""
-        if self._backend.pool is self._pool and _storage_address(self._pool) == self._storage:
-            return
+        for backend, pool in self._pools:
+            if backend.pool is not pool:
+                break
+        else:
+            if all(_storage_address(pool) == was for pool, was in self._storage):
+                return
         raise GraphError(
             "the KV pool was replaced, or its storage moved, after the capture",
             asked="a replay that would read the old memory",
             allowed="the pool that was captured with",
             hint="make a new GraphRunner, and capture again",
         )
+
+
+def _with_children(backend: Any) -> Iterator[Any]:
+    """The backend and all below it that have a pool."""
+    if hasattr(backend, "pool"):
+        yield backend
+    for child in getattr(backend, "children", ()):
+        yield from _with_children(child)
 
 
 def _storage_address(pool: Any) -> int:
