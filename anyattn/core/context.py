@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from anyattn.errors import ContextError
 
@@ -43,8 +41,7 @@ class Attends(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ForwardContext:
+class ForwardContext(NamedTuple):
     """What a layer call is redirected to: drafts, streams and sub-batches nest their own."""
 
     backend: Attends
@@ -68,9 +65,24 @@ def current_context() -> ForwardContext:
     return context
 
 
-@contextmanager
-def forward_context(backend: Attends, plan: Plan) -> Iterator[ForwardContext]:
-    """Run attention layers with this backend and plan. Nests; per thread and per task.
+class _Entered:
+    """What `with` enters: a generator would cost three times as much, in every step."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> ForwardContext:
+        self._token = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+def forward_context(backend: Attends, plan: Plan) -> AbstractContextManager[ForwardContext]:
+    """Run attention layers with this backend and plan. Nests; per thread and per task. Entered once.
 
     Raises:
         ContextError: something else than a backend and a plan.
@@ -82,9 +94,4 @@ def forward_context(backend: Attends, plan: Plan) -> Iterator[ForwardContext]:
             allowed="what create_backend and init_forward_metadata return",
             hint="with anyattn.forward_context(backend, backend.init_forward_metadata(batch)): …",
         )
-    context = ForwardContext(backend, plan)
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+    return _Entered(ForwardContext(backend, plan))
