@@ -77,13 +77,16 @@ class TritonMLA(AttentionBackend):
                 step.splits[group] = workspace
 
     def _tiles(self, plan: Plan, group: PlanGroup, heads: int) -> MLATiles:
-        """Batch-invariant steps take those of a long prefill, whatever they are."""
+        """Batch-invariant steps take those of a long prefill, whatever they are, of the portable kernel: its
+        bits were compared on a chip, those of Hopper's were not.
+        """
         rank, rope = group.v_head_dim, group.head_dim - group.v_head_dim
         dtype, stored = self.config.dtype, self.pool.kv_dtype
+        if self._invariant:
+            return choose_mla(_MANY, stored.itemsize, self._arch, decode=False)
         forms = mla_forms(self._arch, dtype, stored, rank, rope, group.logit_cap)
-        rows = _MANY if self._invariant else max(1, plan.max_q_len) * heads
-        decode = plan.key.mode is ForwardMode.DECODE and not self._invariant
-        return choose_mla(rows, stored.itemsize, self._arch, forms, decode=decode)
+        decode = plan.key.mode is ForwardMode.DECODE
+        return choose_mla(max(1, plan.max_q_len) * heads, stored.itemsize, self._arch, forms, decode=decode)
 
     def _workspace(self, plan: Plan, group: PlanGroup, heads: int, tiles: MLATiles) -> mla.Partials | None:
         """Splits of decodes and of verifications; other extends have rows enough."""
