@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from select_fakes import SPEC
+from select_fakes import KLIB, SPEC, both, host, library, record, request, row, run
 
 from anyattn import __version__
 from anyattn.core.capabilities import Phase
 from anyattn.core.measure import Bucket, MeasuredTable, Provenance, Shape, Timing
+from anyattn.core.select.decision import Decision
 from anyattn.core.spec import AttentionSpec
 
-__all__ = ["SHAPE", "bucket", "entry", "table"]
+__all__ = ["AB", "BY_SIZE", "FAST_B", "HERE", "SHAPE", "bucket", "decided", "entry", "prefill", "table"]
 
 SHAPE = Shape.of(SPEC, "bfloat16", "bfloat16")
 
@@ -48,3 +49,27 @@ def table(entries: dict[Bucket, dict[str, Timing]], **fields: Any) -> MeasuredTa
         "command": "anyattn bench",
     }
     return MeasuredTable(Provenance(**(defaults | fields)), entries, "fake")
+
+
+AB = (record("a", row(providers=(KLIB,))), record("b"))
+HERE = host("x1", library("2.1.7"))
+
+
+def prefill(**fields: Any) -> Bucket:
+    return bucket(**({"phase": Phase.PREFILL, "run": "eager", "requests": 1, "new_tokens": 8192} | fields))
+
+
+def decided(
+    measured: MeasuredTable | None, facts: object = HERE, records: Any = AB, **asked: Any
+) -> Decision:
+    tables = [] if measured is None else [measured]
+    return run(records, request(**asked), facts, both("a"), tables=tables)  # type: ignore[arg-type]
+
+
+FAST_B = {bucket(): entry(a=300, b=100), prefill(): entry(a=300, b=100)}
+BY_SIZE = {
+    bucket(requests=1, kv_len=1024): entry(a=10, b=50),
+    bucket(requests=64, kv_len=8192): entry(a=200, b=100),
+    prefill(new_tokens=256): entry(a=10, b=20),
+    prefill(new_tokens=8192): entry(a=200, b=100),
+}
