@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep
-from anyattn.backends.cuda.flash_providers import aligned, load_flash
+from anyattn.backends.cuda.flash_providers import load_flash
 from anyattn.backends.cuda.flash_tree import TreeTables, run_tree
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.catalog.architectures import SM90
@@ -19,6 +19,7 @@ from anyattn.core.dtypes import is_fp8
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
+from anyattn.core.rows import aligned
 from anyattn.core.spec import AttentionKind
 from anyattn.core.state import AttentionState
 from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits, TreeMaskMode

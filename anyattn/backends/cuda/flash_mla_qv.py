@@ -13,7 +13,7 @@ import torch
 
 from anyattn.backends.cuda.flash_attention import split_count
 from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep
-from anyattn.backends.cuda.flash_providers import aligned, load_flash
+from anyattn.backends.cuda.flash_providers import load_flash
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
@@ -23,6 +23,7 @@ from anyattn.core.mla import materialised_spec
 from anyattn.core.mla_keys import KeyPart
 from anyattn.core.mla_prefill import run_materialised
 from anyattn.core.plan import Plan
+from anyattn.core.rows import aligned
 from anyattn.core.traits import KVRead, SharedReadEnds, Traits
 from anyattn.errors import FeatureError, PoolError
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from anyattn.core.facts import LibraryFacts
+from anyattn.core.rows import aligned
 from anyattn.errors import FeatureError, LibraryError
 
-__all__ = ["ALIASES", "FlashFunction", "FlashLibrary", "aligned", "load_flash"]
+__all__ = ["ALIASES", "FlashFunction", "FlashLibrary", "load_flash"]
 
 MODULES = {
     "tokenspeed-fa3": "flash_attn_interface",
@@ -59,20 +60,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "heads_kv": ("num_heads_kv", "num_heads_k"),
 }
 """Our name of an argument, and what builds call it."""
-
-_ALIGN = 16  # bytes: what TMA descriptors and vector loads want of pointers and of every stride but the last
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` as the kernels can load it: contiguous heads, 16-byte aligned rows. A copy only where it isn't."""
-    if not x.data_ptr() % _ALIGN:
-        if x.is_contiguous():  # heads are whole multiples of the alignment (`CapabilityRow.head_dims`)
-            return x
-        *outer, inner = x.stride()
-        unit = _ALIGN // x.itemsize
-        if inner == 1 and not any(s % unit for s in outer):
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class FlashFunction:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from flash_stands import SGLANG, TOKENSPEED, VLLM, backend_of, spec
 
-from anyattn.backends.cuda.flash_providers import MODULES, FlashFunction, aligned, load_flash
+from anyattn.backends.cuda.flash_providers import MODULES, FlashFunction, load_flash
 from anyattn.catalog.cuda_flash import FA3_DENSE_ROWS, FA3_MLA_ROWS, FA4_DENSE_ROWS, FA4_MLA_ROWS
 from anyattn.core.facts import LibraryFacts
+from anyattn.core.rows import aligned
 from anyattn.errors import BackendBuildError, FeatureError, LibraryError
 from anyattn.testing.emulators import emulating
 
