@@ -191,8 +191,8 @@ SHARED: tuple[GraphMutant, ...] = (
         name="a replaced pool goes unnoticed",
         check="refusals",
         where="anyattn.core.graph.static:PoolGuard.check_pool",
-        old="self._backend.pool is self._pool and",
-        new="True or",
+        old="if backend.pool is not pool:",
+        new="if False:",
         names=("pool was replaced",),
     ),
     GraphMutant(
