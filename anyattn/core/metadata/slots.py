@@ -35,14 +35,17 @@ class SlotCheck:
         order = self._orders.get(count)
         if order is None:
             order = self._numbers(count)
+        if not self._noted(slots, order):
+            self._sink.copy_(self._clean)  # a list that is refused may have left notes there
+            self._refuse(name, slots)
+
+    def _noted(self, slots: torch.Tensor, order: torch.Tensor) -> bool:
         try:
             self._notes.index_copy_(0, slots, order)
         except IndexError:  # a slot beyond the pool, or a negative one
-            self._refuse(name, slots)
-        if torch.equal(self._sink, self._clean) and torch.equal(self._notes.index_select(0, slots), order):
-            return
-        self._sink.copy_(self._clean)
-        self._refuse(name, slots)
+            return False
+        clean = torch.equal(self._sink, self._clean)
+        return clean and torch.equal(self._notes.index_select(0, slots), order)
 
     def _numbers(self, count: int) -> torch.Tensor:
         if not self._notes.shape[0]:
