@@ -7,24 +7,26 @@ import torch
 from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import VerifyMask
-from anyattn.core.metadata.slots import SlotCheck
+from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.plan import Plan
 from anyattn.errors import BatchError, GraphError
 
 __all__ = ["check_host", "check_same_shape", "check_values"]
 
 
-def check_host(batch: ForwardBatch, table: RequestTable, slots: SlotCheck) -> None:
+def check_host(batch: ForwardBatch, table: RequestTable, rows: RowCheck, slots: SlotCheck) -> None:
     """Everything that is known without reading the device.
 
     Raises:
         BatchError: rows or lengths beyond the table, slots in page 0 or beyond the pool, a slot written
             twice, encoder lengths beyond the encoder table.
     """
-    rows, padding = batch.req_pool_indices, batch.num_padding_requests
-    real = rows.shape[0] - padding
-    if rows.is_cpu:
-        _within("req_pool_indices", rows[:real] if padding else rows, 0, table.max_requests - 1)
+    named, padding = batch.req_pool_indices, batch.num_padding_requests
+    real = named.shape[0] - padding
+    if named.is_cpu:
+        mine = named[:real] if padding else named
+        if not rows.inside(mine):
+            _within("req_pool_indices", mine, 0, table.max_requests - 1)
     exact = batch.exact
     if isinstance(batch.mask, VerifyMask):
         _check_verify_mask(batch, batch.mask)

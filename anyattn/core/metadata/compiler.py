@@ -22,7 +22,7 @@ from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, Step
 from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
-from anyattn.core.metadata.slots import SlotCheck
+from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.metadata.upload import Uploader
 from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
@@ -60,6 +60,7 @@ class MetadataCompiler:
         self.checks = env.read("ANYATTN_CHECKS")
         self._any_slot_is_writable = type(pool).check_writable is KVPool.check_writable
         self._slots = SlotCheck(pool.page_size, pool.listed_slots)
+        self._rows = RowCheck(table.max_requests)
         self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
 
@@ -165,7 +166,7 @@ class MetadataCompiler:
         check_ids(batch, self.pool)
         if self.checks == "off":
             return
-        check_host(batch, self.table, self._slots)
+        check_host(batch, self.table, self._rows, self._slots)
         loc = batch.out_cache_loc
         if self._any_slot_is_writable:
             return

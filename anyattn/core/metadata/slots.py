@@ -1,14 +1,41 @@
-"""Slots that a step writes, checked on the host: inside the pool, outside the sink page, each once."""
+"""Rows and slots that a step names, checked on the host: rows of the request table; slots inside the pool,
+outside the sink page, each once.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from anyattn.errors import BatchError
 
-__all__ = ["SlotCheck"]
+__all__ = ["RowCheck", "SlotCheck"]
 
-_KEPT = 256  # views kept of the order
+_KEPT = 256  # lengths of lists that something is kept for
+
+
+class RowCheck:
+    """Checks lists of rows of one request table, by a read at each: no search for the extremes."""
+
+    def __init__(self, rows: int) -> None:
+        """Rows are `0 .. rows - 1`."""
+        self._rows = torch.zeros(rows, dtype=torch.uint8)
+        self._read: dict[int, torch.Tensor] = {}
+
+    def inside(self, rows: torch.Tensor) -> bool:
+        """`rows` int64 on the CPU: all of them are rows of the table."""
+        count = rows.shape[0]
+        read = self._read.get(count)
+        if read is None:
+            if len(self._read) >= _KEPT:
+                self._read.clear()
+            read = self._read[count] = torch.empty(count, dtype=torch.uint8)
+        try:
+            torch.index_select(self._rows, 0, rows, out=read)
+        except IndexError:
+            return False
+        return True
 
 
 class SlotCheck:
@@ -19,9 +46,11 @@ class SlotCheck:
     def __init__(self, page_size: int, total_slots: int) -> None:
         """The first `page_size` slots are the sink. Notes take 4 bytes a slot, from the first check on."""
         self._first, self._total = page_size, total_slots
-        self._notes = torch.empty(0, dtype=torch.int32)
-        self._sink = self._clean = self._order = self._notes
-        self._orders: dict[int, torch.Tensor] = {}
+        self._notes = self._order = torch.empty(0, dtype=torch.int32)
+        self._plain = not _has_numpy()
+        self._views: Any = None
+        self._clean = bytes(4 * page_size)
+        self._orders: dict[int, Any] = {}
 
     def check(self, name: str, slots: torch.Tensor) -> None:
         """`slots` int64 on the CPU.
@@ -30,35 +59,51 @@ class SlotCheck:
             BatchError: a slot of page 0 or beyond the pool, or one that is named twice.
         """
         count = slots.shape[0]
-        if count == 0:
+        if not count:
             return
-        order = self._orders.get(count)
-        if order is None:
-            order = self._numbers(count)
-        if not self._noted(slots, order):
-            self._sink.copy_(self._clean)  # a list that is refused may have left notes there
+        noted = self._by_torch(slots, count) if self._plain else self._by_numpy(slots, count)
+        if not noted:
+            self._notes[: self._first] = 0  # a list that is refused may have left notes there
             self._refuse(name, slots)
 
-    def _noted(self, slots: torch.Tensor, order: torch.Tensor) -> bool:
+    def _by_numpy(self, slots: torch.Tensor, count: int) -> bool:
+        """For a list of a few hundred, the same operations of torch take three times as long."""
+        order, whole = self._orders.get(count) or self._numbers(count)
+        notes, both, sink = self._views
+        at = slots.numpy()
         try:
-            self._notes.index_copy_(0, slots, order)
-        except IndexError:  # a slot beyond the pool, or a negative one
+            notes[at] = order
+        except IndexError:  # beyond the pool
             return False
-        clean = torch.equal(self._sink, self._clean)
-        return clean and torch.equal(self._notes.index_select(0, slots), order)
+        # A negative slot counts from the end: of other notes here than there, and those stay zero.
+        return bool(both[at].tobytes() == whole and sink.tobytes() == self._clean)
 
-    def _numbers(self, count: int) -> torch.Tensor:
+    def _by_torch(self, slots: torch.Tensor, count: int) -> bool:
+        order, _ = self._orders.get(count) or self._numbers(count)
+        notes, _, sink = self._views
+        try:
+            notes.index_copy_(0, slots, order)
+        except IndexError:  # beyond the pool, or negative
+            return False
+        return bool(torch.equal(notes.index_select(0, slots), order) and not sink.any())
+
+    def _numbers(self, count: int) -> Any:
+        """The numbers of as many tokens, from 1 on: zero is nobody's."""
+        plain = self._plain
         if not self._notes.shape[0]:
-            self._notes = torch.zeros(self._total, dtype=torch.int32)
-            self._sink = self._notes[: self._first].fill_(-1)
-            self._clean = self._sink.clone()
+            # The second half is never written to: it costs addresses, no memory.
+            self._notes = torch.zeros(2 * self._total, dtype=torch.int32)
+            notes = self._notes if plain else self._notes.numpy()
+            self._views = notes[: self._total], notes, notes[: self._first]
         if self._order.shape[0] < count:
-            self._order = torch.arange(2 * count, dtype=torch.int32)
+            self._order = torch.arange(1, 2 * count + 1, dtype=torch.int32)
             self._orders.clear()
         if len(self._orders) >= _KEPT:
             self._orders.clear()
-        order = self._orders[count] = self._order[:count]
-        return order
+        order = self._order[:count]
+        made = (order, b"") if plain else (order.numpy(), order.numpy().tobytes())
+        self._orders[count] = made
+        return made
 
     def _refuse(self, name: str, slots: torch.Tensor) -> None:
         ordered = slots.sort().values
@@ -84,3 +129,12 @@ class SlotCheck:
             allowed="one token a slot in a step",
             hint="free a slot before it is handed out again",
         )
+
+
+def _has_numpy() -> bool:
+    """torch runs without it, too."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
