@@ -19,7 +19,17 @@ from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 __all__ = ["DecodeStep", "decode", "fill_ranges", "pieces"]
 
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
-_RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B", "PARTS")
+_RANGES_CONSTEXPRS = (
+    "BLOCK_N",
+    "SUB",
+    "HAS_WINDOW",
+    "MIN_TILES",
+    "SPLIT",
+    "OWN",
+    "BLOCK_B",
+    "PARTS",
+    "ARRIVALS",
+)
 _fills: dict[tuple[Any, ...], Started] = {}
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +42,8 @@ class DecodeStep:
 
     `source`: request table; `req_rows int64 [B]` into it; `kv_start`, `kv_lens int32 [B]`; `window` trims
     further; `run`: consecutive slots that a table entry stands for; `heads`: of the layer with most of them;
-    `ranges int32 [R, FIELDS]`: filled by `fill_ranges`; `pieces`: workspace, None = no request is cut.
+    `ranges int32 [R, FIELDS]`: filled by `fill_ranges`, with counters behind it where decode merges;
+    `pieces`: workspace, None = no request is cut.
     """
 
     source: torch.Tensor
@@ -63,7 +74,10 @@ class DecodeStep:
         window: int | None, run: int, heads: Heads, tiles: Decode,
     ) -> DecodeStep:  # fmt: skip
         """With storage of its own."""
-        ranges = torch.empty(tiles.num_ranges, FIELDS, dtype=torch.int32, device=source.device)
+        rows = tiles.num_ranges
+        if tiles.merged:
+            rows += -(-rows * decode_programs(heads) // FIELDS)
+        ranges = torch.empty(rows, FIELDS, dtype=torch.int32, device=source.device)
         work = pieces(req_rows.shape[0], heads, tiles, source.device)
         return DecodeStep(source, req_rows, kv_start, kv_lens, window, run, heads, tiles, ranges, work)
 
@@ -96,6 +110,7 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
         own,
         block_b,
         tiles.parts,
+        decode_programs(step.heads) if tiles.merged else 0,
     )
     odd = 0
     if device >= 0:
@@ -140,6 +155,7 @@ class _Layer:
             "UPCAST": upcast(dtype), "HALF": tiles.half and dtype is not torch.float32,
             "FLAT": cache.flat, "WIDE": cache.wide,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
+            "MERGED": _heads_at_a_time(heads, block_dv) if tiles.merged else 0,
         }  # fmt: skip
         self.merge_constexprs = {
             "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,
@@ -153,6 +169,11 @@ class _Layer:
         """Certainly; it may serve others that are equal to its own."""
         mine = self.kind
         return heads is mine[0] and tiles is mine[1] and write_lse is mine[2] and dtype is mine[3]
+
+
+def _heads_at_a_time(heads: Heads, block_dv: int) -> int:
+    """Query heads whose 16 pieces a program holds at once: 64 registers of each of 128 threads."""
+    return max(1, min(power_of_two(heads.group), heads.block, 512 // block_dv))
 
 
 def decode(
@@ -239,7 +260,7 @@ def _launch(
         (q, out, lse, sinks, *strides), layer.constexprs, (own, layer.fixed),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **layer.options,
     )  # fmt: skip
-    if tiles.split:
+    if tiles.split and not tiles.merged:
         merge = launch(
             merge_ranges_kernel, (layer.merge_grid,),
             (out, lse, sinks, *strides[2:], heads.num_q),

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from anyattn.kernels.triton.common import apply_sink
 
-__all__ = ["merge_kernel", "merge_ranges_kernel"]
+__all__ = ["merge_if_last", "merge_kernel", "merge_ranges_kernel"]
 
 
 @triton.jit
@@ -106,3 +106,76 @@ def merge_ranges_kernel(
         tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=(offs_dv < DV)[None, :])
         if WRITE_LSE:
             tl.store(lse + b * lse_t + head + one, natural)
+
+
+@triton.jit
+def _merged(
+    part_out, part_lse, row, pieces, num_heads, heads, used,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """`acc [HEADS, BLOCK_DV]` and natural `lse [HEADS]` of `pieces` rows from `row` on, in their order.
+
+    Pieces are the first axis: a thread sums what it loaded. They were written by other programs of this
+    launch, and are read past the first-level cache.
+    """
+    offs_s = tl.arange(0, 16)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    den = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
+    for s in range(0, pieces, 16):
+        place = (row + s + offs_s).to(tl.int64)[:, None] * num_heads + heads[None, :]
+        inside = (s + offs_s < pieces)[:, None] & used[None, :]
+        part = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        tile = tl.load(
+            part_out + place[:, :, None] * DV + offs_dv[None, None, :],
+            mask=inside[:, :, None] & (offs_dv < DV)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_m = tl.maximum(m, tl.max(part, 0))
+        safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = tl.exp(part - safe[None, :])
+        alpha = tl.exp(m - safe)
+        den = den * alpha + tl.sum(weight, 0)
+        acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * tile, 0)
+        m = new_m
+    acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+    return acc, tl.where(den == 0.0, float("-inf"), m + tl.log(den))
+
+
+@triton.jit
+def merge_if_last(
+    b, r, at, mine, taken, tiles, step, arrivals, programs, out, lse, sinks, part_out, part_lse,
+    out_t, out_h, lse_t, kv_head, first_head, kv_heads,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Counts the tiles of request `b` that are done; whoever makes them all merges its pieces.
+
+    This program's piece, `mine` tiles from tile `at` on, is in row `r + b`; its range had `taken` tiles of
+    others before. The order of the sum is that of the pieces, whoever comes last. `arrivals`: of this
+    program's heads in range 0; zero before and after.
+    """
+    back = tl.cdiv(at, step)
+    first = r - back
+    arrived = arrivals + first * programs
+    tl.debug_barrier()  # every thread's stores are before the one thread's release
+    before = tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu")
+    if before + mine == tiles:
+        tl.debug_barrier()
+        tl.store(arrived, 0)
+        pieces = tl.cdiv(back * step - at + taken + tiles, step)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        for h in range(first_head, tl.minimum(first_head + BLOCK_H, GROUP), HEADS):
+            offs_h = h + tl.arange(0, HEADS)
+            used = offs_h < GROUP
+            heads = kv_head * GROUP + offs_h
+            acc, natural = _merged(
+                part_out, part_lse, first + b, pieces, kv_heads * GROUP, heads, used, DV, BLOCK_DV, HEADS
+            )
+            if HAS_SINKS:
+                sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32)
+                acc, natural = apply_sink(acc, natural, sink)
+            o_ptr = out + b.to(tl.int64) * out_t + heads[:, None] * out_h + offs_dv[None, :]
+            tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=used[:, None] & (offs_dv < DV)[None, :])
+            if WRITE_LSE:
+                tl.store(lse + b * lse_t + heads, natural, mask=used)

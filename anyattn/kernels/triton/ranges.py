@@ -14,7 +14,8 @@ __all__ = ["FEW_TILES", "FIELDS", "listed", "ranges_kernel"]
 
 FIELDS = 16
 """int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
-first column and length; from 8 on the request that begins here and ends in a later range, and its ranges.
+first column and length; from 8 on the request that begins here and ends in a later range, and its ranges;
+tiles of a full range. Behind all records, where decode merges: what arrived of that request, a program.
 """
 
 FEW_TILES = tl.constexpr(16)
@@ -80,6 +81,7 @@ def _part(
     tl.store(record + 6, length)
     tl.store(record + 8, b)
     tl.store(record + 9, tl.where((at == 0) & (pieces > 1), pieces, 0))
+    tl.store(record + 10, step)
 
 
 @triton.jit(do_not_specialize=("batch", "num_ranges", "window"))
@@ -87,14 +89,19 @@ def ranges_kernel(
     req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
 
     OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
     Not SPLIT: range r is request r. PARTS: every request is cut into so many ranges, those of request b
-    are b * PARTS and the next; 0: not so.
+    are b * PARTS and the next; 0: not so. ARRIVALS: numbers a range behind the records, to be zero.
     """
     r = tl.program_id(0)
+    if ARRIVALS > 0:
+        for first in tl.static_range(0, ARRIVALS, 16):
+            own = first + tl.arange(0, 16)
+            tl.store(ranges + num_ranges * 16 + r * ARRIVALS + own, 0, mask=own < ARRIVALS)
     if PARTS > 0:
         _part(req_rows, kv_start, kv_lens, ranges, r, window, BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, PARTS)
         return
@@ -158,3 +165,4 @@ def ranges_kernel(
     crosses = (last_at >= begin) & (last_end > end) & (last_end < _FAR)
     tl.store(record + 8, last_b)
     tl.store(record + 9, tl.where(crosses, tl.cdiv(last_end, step) - r, 0))
+    tl.store(record + 10, step)

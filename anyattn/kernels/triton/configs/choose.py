@@ -33,6 +33,8 @@ MIN_TILES = 2
 GOOD_FILL = 0.9
 MANY_WAVES = 3
 """Programs that come and go cost more than ones that stay and walk."""
+MERGED_PIECES = 16
+"""One program merges the heads of a group, and so many pieces are one load of each."""
 OVERLAP_TILES = 8
 """Programs of more tiles have no use for an early start of what follows, which takes room beside them: on an
 H200, 64 x 8192 tokens of one KV head took 6 % longer with it, in parts of 32 tiles."""
@@ -44,7 +46,8 @@ class Decode:
     """Decode: tiles of BLOCK_N keys in `num_ranges` ranges of at least `min_tiles`.
 
     `split`: a request may be cut; if not, a range is a request. `parts`: every request is cut into as many,
-    0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`.
+    0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`. `merged`: the program that ends a
+    request merges its pieces, and there is one launch.
     """
 
     block_n: int
@@ -56,6 +59,7 @@ class Decode:
     overlap: int = 0
     parts: int = 0
     half: bool = False
+    merged: bool = False
 
 
 @hashed_once
@@ -175,7 +179,7 @@ def choose_decode(
     short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
     return Decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
-        parts if split else 0, row.half,
+        parts if split else 0, row.half, split and batch <= row.merged and (parts or ranges) <= MERGED_PIECES,
     )  # fmt: skip
 
 
