@@ -340,7 +340,7 @@ class ForwardBatch:
         Raises:
             TypeError: a field that a batch doesn't have.
         """
-        if not fields.keys() <= _FIELDS:
+        if not _FIELDS.issuperset(fields):
             raise TypeError(f"ForwardBatch has no field {', '.join(sorted(fields.keys() - _FIELDS))}")
         made = object.__new__(ForwardBatch)  # `dataclasses.replace` takes ten times as long, once a step
         made.__dict__.update(self.__dict__, serial=next(_serials), **fields)

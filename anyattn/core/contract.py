@@ -177,6 +177,9 @@ class AttentionBackend(StepBackend):
         self._segments.refresh(captured, batch)
 
     def _check_batch(self, batch: ForwardBatch, traits: Traits) -> None:
+        need = traits.host_lengths
+        if batch.forward_mode is ForwardMode.DECODE and batch.mask is None and need is HostLengthNeed.NONE:
+            return  # nothing is asked of such a step
         for feature, who in check_served(batch, traits, self.config.name, self.config.limits):
             self._require(feature, batch.forward_mode, who)
 

@@ -18,6 +18,7 @@ from anyattn.core.strategy import Strategy
 
 if TYPE_CHECKING:
     from anyattn.core.metadata.buffers import StepStorage
+    from anyattn.core.metadata.upload import UploadLayout
     from anyattn.core.mla_keys import MLAKeys
 
 __all__ = ["HostTable", "Plan", "PlanKey", "Strategy", "Table", "TableForm", "TableKind"]
@@ -142,8 +143,7 @@ class Plan:
             expands.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
-        storage: where its tensors come from; uploaded: where in it the batch's vectors go at a replay, as the
-            region and (field, byte offset, dtype) of each.
+        storage: where its tensors come from; uploaded: where in it the vectors of later batches go.
     """
 
     key: PlanKey
@@ -171,7 +171,7 @@ class Plan:
     window_locs: dict[int, torch.Tensor] = field(default_factory=dict)
     listed_loc: torch.Tensor | None = None
     storage: StepStorage | None = None
-    uploaded: tuple[torch.Tensor, list[tuple[str, int, torch.dtype]]] | None = None
+    uploaded: UploadLayout | None = None
 
     @property
     def stable(self) -> bool:
@@ -182,9 +182,10 @@ class Plan:
         """From now on this plan stands for `batch`, of the same shape: values change, tensors stay."""
         key = self.key
         self.batch = batch
-        self.key = PlanKey(batch.serial, key.owner, key.mode, key.num_requests, key.num_tokens)
-        for name in ("host_seq_lens", "host_extend_lens"):
-            self.__dict__.pop(name, None)
+        self.key = PlanKey(batch.serial, *key[1:])
+        made = self.__dict__
+        made.pop("host_seq_lens", None)
+        made.pop("host_extend_lens", None)
 
     @cached_property
     def host_seq_lens(self) -> list[int] | None:

@@ -62,7 +62,8 @@ def check_replayable(
         )
     tokens, rest = divmod(batch.num_tokens, batch.batch_size)
     lens = None if batch.exact is None else batch.exact.extend_lens
-    if rest or (lens is not None and tokens != 1 and bool((lens != tokens).any())):
+    drafts = batch.forward_mode is not ForwardMode.DECODE  # whose requests have one token each, always
+    if rest or (drafts and lens is not None and bool((lens != tokens).any())):
         raise GraphError(
             "requests of a captured step have one number of tokens",
             asked=f"{batch.num_tokens} tokens of {batch.batch_size} requests",

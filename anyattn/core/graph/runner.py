@@ -75,6 +75,7 @@ class GraphRunner:
         """Behind it, nothing of the last replay reads what a scheduler owns: tables, batch, inputs."""
         self._body, self._early = body, early_tables
         self._captured: dict[GraphKey, Captured] = {}
+        self._decodes: dict[tuple[int, str], Captured] = {}
         self._masks: dict[tuple[ForwardMode, int], VerifyMask | None] = {}
         backend.init_cuda_graph_state(limits)
         self._guard = PoolGuard(backend)
@@ -104,6 +105,7 @@ class GraphRunner:
         """
         self._guard.check_idle("capture")
         check_capturable(self.backend, mode, tokens_per_request, self.limits)
+        self._decodes.clear()
         form = "none" if mask is None else mask.mode.value
         for size in reversed(self.buckets.sizes):
             for route in self.backend.routes(mode):
@@ -162,9 +164,19 @@ class GraphRunner:
     def entry(self, batch: ForwardBatch) -> Captured:
         """The captured graph that `batch` runs in. Raises `GraphError` as `replay`."""
         self._guard.check_pool()
+        requests, route = batch.batch_size, self.backend.route_of(batch)
+        # One token a request, no mask, nothing of an encoder to store: all depends on how many they are.
+        plain = (
+            batch.forward_mode is ForwardMode.DECODE
+            and batch.num_tokens == requests
+            and batch.mask is None
+            and batch.encoder_out_cache_loc is None
+        )
+        known = self._decodes.get((requests, route)) if plain else None
+        if known is not None:
+            return known
         tokens, mask = check_replayable(batch, self._masks)
-        size = self.buckets.fit(batch.batch_size)
-        key = GraphKey(batch.forward_mode, size, tokens, mask=mask, route=self.backend.route_of(batch))
+        key = GraphKey(batch.forward_mode, self.buckets.fit(requests), tokens, mask=mask, route=route)
         found = self._captured.get(key)
         if found is None:
             raise GraphError(
@@ -173,6 +185,8 @@ class GraphRunner:
                 allowed=", ".join(str(each.key) for each in self._captured.values()) or "nothing yet",
                 hint=f"runner.capture(ForwardMode.{batch.forward_mode.name}, tokens_per_request={tokens})",
             )
+        if plain:
+            self._decodes[requests, route] = found
         return found
 
     def prepare(self, entry: Captured, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> None:

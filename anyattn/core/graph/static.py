@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from anyattn.core.capturing import is_capturing
+from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.errors import GraphError, PoolError
 
 __all__ = ["PoolGuard", "copy_in", "cut"]
@@ -39,7 +40,10 @@ class PoolGuard:
             if backend.pool is not pool:
                 break
         else:
-            if all(_storage_address(pool) == was for pool, was in self._storage):
+            for pool, was in self._storage:
+                if _storage_address(pool) != was:
+                    break
+            else:
                 return
         raise GraphError(
             "the KV pool was replaced, or its storage moved, after the capture",
@@ -59,6 +63,8 @@ def _with_children(backend: Any) -> Iterator[Any]:
 
 def _storage_address(pool: Any) -> int:
     """Where the first layer's storage begins; 0 for pools whose storage nobody else may address."""
+    if isinstance(pool, MHAPool):
+        return pool.key_cache(0).data_ptr()  # views of it cost more than all the rest of the guard
     try:
         return int(pool.caches(0)[0].data_ptr())
     except PoolError:

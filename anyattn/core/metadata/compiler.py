@@ -23,7 +23,7 @@ from anyattn.core.metadata.checks import check_host, check_same_shape, check_val
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
-from anyattn.core.metadata.upload import Uploader
+from anyattn.core.metadata.upload import Uploader, UploadLayout
 from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
@@ -175,13 +175,7 @@ class MetadataCompiler:
 
     def _upload(self, batch: ForwardBatch, storage: StepStorage) -> dict[str, torch.Tensor]:
         """The batch's vectors in the plan's storage, by name: a plan never aliases the caller's tensors."""
-        fields: list[Field] = []
-        values: list[torch.Tensor] = []
-        for name, attribute, dtype in _UPLOADED:
-            value: torch.Tensor | None = getattr(batch, attribute)
-            if value is not None:
-                fields.append((name, value.shape[0], dtype))
-                values.append(value)
+        fields, values = _vectors(batch)
         on_host = [v.is_cpu for v in values]
         if all(on_host):
             region, vectors = storage.packed(fields)
@@ -194,18 +188,15 @@ class MetadataCompiler:
         """`_upload` to where the captured batch's vectors went: the same fields, of the same lengths."""
         layout = plan.uploaded
         if layout is None:
-            values = [(name, getattr(batch, attribute), dtype) for name, attribute, dtype in _UPLOADED]
-            fields = [(name, v.shape[0], dtype) for name, v, dtype in values if v is not None]
+            fields, _ = _vectors(batch)
             region, vectors = storage.packed(fields)
-            offsets = {name: at for (name, *_), (at, _) in zip(fields, vectors, strict=True)}
-            layout = plan.uploaded = (
-                region, [(attribute, offsets[n], dtype) for n, attribute, dtype in _UPLOADED if n in offsets],
-            )  # fmt: skip
-        parts = [(at, getattr(batch, attribute), dtype) for attribute, at, dtype in layout[1]]
-        if all(value.is_cpu for _, value, _ in parts):
-            self._uploader.send(layout[0], parts, layout)
-        else:
-            self._upload(batch, storage)
+            layout = plan.uploaded = _layout(region, fields, vectors)
+        values = layout.read(batch)
+        for value in values:
+            if not value.is_cpu:
+                self._upload(batch, storage)
+                return
+        self._uploader.send_again(layout, values)
 
     def _gather(
         self, fields: list[Field], values: list[torch.Tensor], on_host: list[bool], storage: StepStorage
@@ -247,6 +238,25 @@ class MetadataCompiler:
         return table
 
 
+def _vectors(batch: ForwardBatch) -> tuple[list[Field], list[torch.Tensor]]:
+    """What a step uploads, and where it goes, by name."""
+    fields: list[Field] = []
+    values: list[torch.Tensor] = []
+    for name, attribute, dtype in _UPLOADED:
+        value: torch.Tensor | None = getattr(batch, attribute)
+        if value is not None:
+            fields.append((name, value.shape[0], dtype))
+            values.append(value)
+    return fields, values
+
+
+def _layout(
+    region: torch.Tensor, fields: list[Field], vectors: list[tuple[int, torch.Tensor]]
+) -> UploadLayout:
+    places = zip(fields, vectors, strict=True)
+    return UploadLayout(region, [(_ATTRIBUTES[name], at, n, dtype) for (name, n, dtype), (at, _) in places])
+
+
 _UPLOADED = (
     ("req_pool_indices", "req_pool_indices", torch.int64),
     ("seq_lens", "seq_lens", torch.int32),
@@ -257,5 +267,7 @@ _UPLOADED = (
     ("encoder_out_cache_loc", "encoder_out_cache_loc", torch.int64),
 )
 """`(name in storage, field of the batch, dtype)`."""
+
+_ATTRIBUTES = {name: attribute for name, attribute, _ in _UPLOADED}
 
 _WRITES = ((Space.FULL, "out_cache_loc"), (Space.ENCODER, "encoder_out_cache_loc"))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from anyattn.core.streams import EventRecorder
 
-__all__ = ["Part", "Uploader"]
+__all__ = ["Part", "UploadLayout", "Uploader"]
 
 _ALIGN = 2  # int64 entries: keeps every packed vector 16-byte aligned
 _SLOTS = 4  # staging buffers in flight before one is reused
@@ -22,12 +23,11 @@ Part = tuple[int, torch.Tensor, torch.dtype]
 
 @dataclass
 class _Staging:
-    """A pinned buffer, the event of its last copy, views of it by (offset, length, dtype), and by layout."""
+    """A pinned buffer, the event of its last copy, and views of it by (offset, length, dtype)."""
 
     memory: torch.Tensor
     copied: Any
     views: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    layouts: dict[int, tuple[object, list[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         key = (offset, length, dtype)
@@ -38,6 +38,26 @@ class _Staging:
             found = self.memory[offset : offset + length * dtype.itemsize].view(dtype)
             self.views[key] = found
         return found
+
+
+class UploadLayout:
+    """Where the vectors of one batch after the other go: views are made once."""
+
+    def __init__(self, region: torch.Tensor, fields: Sequence[tuple[str, int, int, torch.dtype]]) -> None:
+        """`region` uint8, on the device. `fields`: attribute, byte offset, length, stored dtype of each."""
+        self.region = region
+        self.read: Callable[[object], tuple[torch.Tensor, ...]] = attrgetter(*(name for name, *_ in fields))
+        """`read(batch)`: its vectors."""
+        self._places = [(at, length, dtype) for _, at, length, dtype in fields]
+        self._placed: dict[int, tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]] = {}
+
+    def placed(self, number: int, memory: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Views of `memory` for the vectors, and for all that is copied. `number`: of the memory."""
+        found = self._placed.get(number)
+        if found is None or found[0] is not memory:
+            vectors = [memory[at : at + n * dtype.itemsize].view(dtype) for at, n, dtype in self._places]
+            found = self._placed[number] = memory, vectors, memory[: self.region.shape[0]]
+        return found[1], found[2]
 
 
 class Uploader:
@@ -55,24 +75,29 @@ class Uploader:
         self._ring: list[_Staging | None] = [None] * _SLOTS
         self._next = 0
 
-    def send(self, region: torch.Tensor, parts: Sequence[Part], layout: object = None) -> None:
-        """Store `parts` in `region` (uint8, on the device) in one copy. Bytes between them are undefined.
-
-        `layout`: the same object for parts of the same offsets, lengths and types, to find them faster.
-        """
+    def send(self, region: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Store `parts` in `region` (uint8, on the device) in one copy. Bytes between them are undefined."""
         if self._on_cpu:
             for offset, vector, dtype in parts:
                 region[offset : offset + vector.shape[0] * dtype.itemsize].view(dtype).copy_(vector)
             return
         staging = self._staging(region.shape[0])
-        known = None if layout is None else staging.layouts.get(id(layout))
-        if known is None or known[0] is not layout:
-            packed = [staging.view(offset, vector.shape[0], dtype) for offset, vector, dtype in parts]
-            known = (layout, packed, staging.view(0, region.shape[0], torch.uint8))
-            if layout is not None:
-                staging.layouts[id(layout)] = known
-        torch._foreach_copy_(known[1], [vector for _, vector, _ in parts])
-        region.copy_(known[2], non_blocking=True)
+        packed = [staging.view(offset, vector.shape[0], dtype) for offset, vector, dtype in parts]
+        torch._foreach_copy_(packed, [vector for _, vector, _ in parts])
+        region.copy_(staging.view(0, region.shape[0], torch.uint8), non_blocking=True)
+        self._events.record(staging.copied)
+
+    def send_again(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...]) -> None:
+        """As `send`, for the vectors (on the host) of another batch of the same layout."""
+        region = layout.region
+        if self._on_cpu:
+            torch._foreach_copy_(layout.placed(-1, region)[0], vectors)
+            return
+        number = self._next
+        staging = self._staging(region.shape[0])
+        packed, whole = layout.placed(number, staging.memory)
+        torch._foreach_copy_(packed, vectors)
+        region.copy_(whole, non_blocking=True)
         self._events.record(staging.copied)
 
     def upload(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ SHARED: tuple[GraphMutant, ...] = (
         name="host lengths of the captured step",
         check="replays",
         where=f"{_PLAN}:Plan.retarget",
-        old="self.__dict__.pop(name, None)",
+        old='made.pop("host_seq_lens", None)',
         new="pass",
         names=("host_seq_lens is not",),
     ),

@@ -134,6 +134,31 @@ def test_refusals_leave_the_graphs_usable(make: Callable[..., tuple[Lab, GraphRu
     assert "largest captured bucket" in str(runner.can_replay(five))
 
 
+def test_a_graph_that_was_found_once_is_looked_for_again(
+    make: Callable[..., tuple[Lab, GraphRunner]],
+) -> None:
+    lab, runner = make()
+    runner.capture()
+    batch, _ = lab.decode([5, 9])
+    found = runner.entry(batch)
+    assert runner.entry(lab.decode([7, 3])[0]) is found
+    asked = {"encoder_out_cache_loc": torch.tensor([4])}, {"num_tokens": 3}
+    for changed in asked:
+        with pytest.raises(GraphError, match="encoder tokens are stored|one number of tokens"):
+            runner.entry(batch.view(**changed))
+    runner.capture()
+    assert runner.entry(batch) is not found, "the old graph's memory is the new one's by now"
+
+
+def test_drafts_of_one_token_and_of_none(make: Callable[..., tuple[Lab, GraphRunner]]) -> None:
+    lab, runner = make()
+    runner.capture(anyattn.ForwardMode.TARGET_VERIFY)
+    loc = lab.table.req_to_token[0, 3:5].tolist()
+    uneven = anyattn.ForwardBatch.verify([0, 1], [3, 3], [2, 0], loc)
+    with pytest.raises(GraphError, match="one number of tokens"):
+        runner.replay(uneven)
+
+
 def test_a_replaced_pool_is_noticed(make: Callable[..., tuple[Lab, GraphRunner]]) -> None:
     lab, runner = make()
     runner.capture()
