@@ -144,7 +144,7 @@ def test_a_graph_that_was_found_once_is_looked_for_again(
     assert runner.entry(lab.decode([7, 3])[0]) is found
     asked = {"encoder_out_cache_loc": torch.tensor([4])}, {"num_tokens": 3}
     for changed in asked:
-        with pytest.raises(GraphError, match="encoder tokens are stored|one number of tokens"):
+        with pytest.raises(GraphError, match=r"encoder tokens are stored|one number of tokens"):
             runner.entry(batch.view(**changed))
     runner.capture()
     assert runner.entry(batch) is not found, "the old graph's memory is the new one's by now"
