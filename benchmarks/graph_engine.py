@@ -93,7 +93,7 @@ class Checked(DecodeGraphs):
         self.tokens, self.steps = 0, 0
         self.used: set[int] = set()
 
-    def logits(self, batch: ForwardBatch, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """Those of the graph."""
         logits = self._graphs.logits(batch, token_ids).clone()
         rows = batch.batch_size
@@ -111,14 +111,14 @@ class Checked(DecodeGraphs):
         with forward_context(backend, entry.plan):
             return self._graphs.body(entry.plan.batch, **entry.inputs)
 
-    def _fresh(self, batch: ForwardBatch, token_ids: Sequence[int]) -> torch.Tensor:
+    def _fresh(self, batch: ForwardBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """The body on a plan and ids of its own, for the padded batch; bounds as a capture has them."""
         entry, backend = self.runner.entry(batch), self.runner.backend
         padded = entry.padder.pad(batch, entry.plan)
         if bounds_suffice(backend):
             padded = padded.view(host_lens=UpperBound(backend.table.max_context, 1))
         ids = torch.zeros_like(entry.inputs["token_ids"])
-        ids[: batch.batch_size] = torch.tensor(token_ids)
+        ids[: batch.batch_size].copy_(token_ids)
         with forward_context(backend, backend.init_forward_metadata(padded)):
             return self._graphs.body(padded, ids)
 

@@ -17,8 +17,9 @@ from anyattn.core.select.decision import Decision
 from anyattn.core.traits import MixedSupport
 from anyattn.demo.decoder import Decoder
 from anyattn.demo.graphs import use_graphs
+from anyattn.demo.inflight import InFlight
 from anyattn.demo.request import Chunk, Completion, GenerationRequest
-from anyattn.demo.sampler import SamplingParams, sample
+from anyattn.demo.sampler import SamplingParams, choose
 from anyattn.demo.scheduler import Scheduler, Step
 from anyattn.errors import ConfigError
 
@@ -42,6 +43,9 @@ class EngineConfig:
         draft_tokens: most tokens that a decode step verifies per request, the last one included (0 = no
             drafts; see `demo.speculative`).
         graphs: decode steps replay captured graphs: `auto` (on CUDA, where the backend can), `on`, `off`.
+        run_ahead: launch a decode step before the tokens of the one before it are known on the host, so that
+            the host's work hides behind the device's (None = where the device works beside the host). An
+            answer's end is then seen a step late, and that step's token dropped; texts are the same.
     """
 
     max_batch: int = 8
@@ -57,6 +61,7 @@ class EngineConfig:
     dual_pool: bool = False
     draft_tokens: int = 0
     graphs: str = "auto"
+    run_ahead: bool | None = None
 
 
 @dataclass
@@ -151,6 +156,9 @@ class Engine:
         use = use_graphs(config.graphs, model, self.backend, most, platform)
         self.graphs, self.graphs_note = use.graphs, use.why
         self.stats = EngineStats()
+        beside = model.device.type != "cpu"
+        self._runs_ahead = beside if config.run_ahead is None else config.run_ahead
+        self._ahead: InFlight | None = None
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> GenerationRequest:
         """Queue a prompt. Raises as `Scheduler.add`."""
@@ -180,29 +188,49 @@ class Engine:
         return [r.completion() for r in requests]
 
     def step(self) -> tuple[Step, list[GenerationRequest]]:
-        """Compute one step (an idle one when nobody runs); the step and who finished in it."""
+        """Finish one step (an idle one when nobody runs); the step and who finished in it.
+
+        The next decode step may be launched already, while the device computes this one.
+        """
         started = time.perf_counter()
-        return self._run(self.scheduler.schedule(), started)
+        current, self._ahead = self._ahead or self._launch(self.scheduler.schedule()), None
+        if self._runs_ahead:
+            following = self.scheduler.schedule_ahead(current.step)
+            if following is not None:
+                self._ahead = self._launch(following, current.tokens)
+        return self._finish(current, started)
 
     def _run(self, step: Step, started: float) -> tuple[Step, list[GenerationRequest]]:
         """Compute a scheduled step."""
+        return self._finish(self._launch(step), started)
+
+    def _launch(self, step: Step, tokens: torch.Tensor | None = None) -> InFlight:
+        """Give a step to the device. `tokens [T]`: its input where the host doesn't know it yet."""
         self._list_pages(step.chunks)
-        logits = self._compute(step)
+        logits = self._compute(step, tokens)
         if self.windows is not None:
             for chunk in step.chunks:
                 self.windows.evict(chunk.request.pages, chunk.stop)
         chunks = [c for c in step.chunks if c.samples]
-        tokens = sample(logits, [c.request.params for c in chunks], [c.request.generator for c in chunks])
-        finished = self.scheduler.finish_step(
-            step, {c.request: t for c, t in zip(chunks, tokens, strict=True)}
-        )
-        self.stats.book(step.mode, sum(c.length for c in step.chunks), time.perf_counter() - started)
+        requests = [c.request for c in chunks]
+        return InFlight(step, choose(logits, [r.params for r in requests], [r.generator for r in requests]))
+
+    def _finish(self, flight: InFlight, started: float) -> tuple[Step, list[GenerationRequest]]:
+        """Wait for a step's tokens and book them."""
+        step = flight.step
+        computed = sum(c.length for c in step.chunks if c.request.row >= 0)
+        tokens = flight.wait()
+        sampling = [c.request for c in step.chunks if c.samples]
+        finished = self.scheduler.finish_step(step, dict(zip(sampling, tokens, strict=True)))
+        self.stats.book(step.mode, computed, time.perf_counter() - started)
         return step, finished
 
-    def _compute(self, step: Step) -> torch.Tensor:
+    def _compute(self, step: Step, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Plan the step once, run all layers, return the logits of the rows that are sampled."""
         batch = self._batch(step)
-        ids = [token for chunk in step.chunks for token in chunk.token_ids]
+        ids = tokens
+        if ids is None:
+            ids = torch.tensor([t for c in step.chunks for t in c.token_ids], dtype=torch.int64)
         if self.graphs is not None and step.mode is ForwardMode.DECODE:
             return self.graphs.logits(batch, ids)
         plan = self.backend.init_forward_metadata(batch)
@@ -214,7 +242,7 @@ class Engine:
         device = self.model.device
         with anyattn.forward_context(self.backend, plan):
             return self.model.forward(
-                torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True),
+                ids.to(device, non_blocking=True),
                 plan.positions,
                 batch,
                 torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +46,13 @@ class DecodeGraphs:
         self.runner = GraphRunner(backend, self.body, platform, limits=limits, inputs=inputs)
         self.runner.capture()
 
-    def logits(self, batch: ForwardBatch, token_ids: Sequence[int]) -> torch.Tensor:
-        """float32 `[B, vocab]` of a decode step, one token a request; valid until the next call.
+    def logits(self, batch: ForwardBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 `[B, vocab]` of a decode step, int64 `token_ids [B]`, anywhere; valid until the next call.
 
         Raises:
             As `GraphRunner.replay`.
         """
-        logits = self.runner.replay(batch, token_ids=torch.tensor(token_ids, dtype=torch.int64))
+        logits = self.runner.replay(batch, token_ids=token_ids)
         assert isinstance(logits, torch.Tensor)
         return logits
 

@@ -68,6 +68,11 @@ class GenerationRequest:
         return self.tokens[len(self.prompt_ids) :]
 
     @property
+    def num_new(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
     def most_kv_tokens(self) -> int:
         """KV tokens of the longest possible run: the last sampled token's KV is never written."""
         return len(self.prompt_ids) + self.params.max_new_tokens - 1

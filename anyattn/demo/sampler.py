@@ -9,7 +9,7 @@ import torch
 
 from anyattn.errors import ConfigError
 
-__all__ = ["SamplingParams", "sample"]
+__all__ = ["SamplingParams", "choose", "sample"]
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,23 @@ class SamplingParams:
         return torch.Generator().manual_seed(self.seed)
 
 
-def sample(
+def choose(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
-) -> list[int]:
-    """One token per row of `logits [N, vocab]`, with one transfer to the host for the whole step."""
+) -> torch.Tensor:
+    """One token per row of `logits [N, vocab]`: int64 `[N]`, where the logits are."""
     greedy = logits.argmax(dim=-1)
     for row, (param, generator) in enumerate(zip(params, generators, strict=True)):
         if not param.greedy:
             draw = float(torch.rand((), generator=generator, dtype=torch.float64))
             greedy[row] = _draw(logits[row], param, draw)
-    return [int(token) for token in greedy.tolist()]
+    return greedy
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
+) -> list[int]:
+    """As `choose`, with one transfer to the host for the whole step."""
+    return [int(token) for token in choose(logits, params, generators).tolist()]
 
 
 def _draw(logits: torch.Tensor, param: SamplingParams, draw: float) -> torch.Tensor:

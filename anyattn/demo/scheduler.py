@@ -120,6 +120,26 @@ class Scheduler:
             step.decodes.clear()  # one kind a step; their pages stay for the next one
         return step
 
+    def schedule_ahead(self, step: Step) -> Step | None:
+        """The step after a decode `step` whose tokens are not known yet: one more token for each request.
+
+        None where it may not be that: someone waits or is about to have all tokens, draws are not greedy (a
+        request's generator is drawn from once a step it takes part in), or pages are short.
+        """
+        requests = [chunk.request for chunk in step.decodes]
+        if step.mode is not ForwardMode.DECODE or self.waiting or len(requests) != len(self.running):
+            return None
+        if not all(
+            r.row >= 0 and r.params.greedy and r.num_new + 1 < r.params.max_new_tokens for r in requests
+        ):
+            return None
+        missing = [max(0, pages_for(c.stop + 1, self.page_size) - len(c.request.pages)) for c in step.decodes]
+        if sum(missing) > self.cache.num_available:
+            return None
+        for request, count in zip(requests, missing, strict=True):
+            request.pages += self.cache.allocate(count)
+        return Step(decodes=[Chunk(c.request, c.stop, 1, True) for c in step.decodes])
+
     def finish_step(self, step: Step, sampled: Mapping[GenerationRequest, int]) -> list[GenerationRequest]:
         """Book a computed step: append sampled tokens, publish full pages, let finished requests go.
 
@@ -132,6 +152,8 @@ class Scheduler:
         finished: list[GenerationRequest] = []
         for chunk in step.chunks:
             request = chunk.request
+            if request.row < 0:  # it ended in the step before, when this one was launched already
+                continue
             request.computed = chunk.stop
             self._publish(request)
             if request not in sampled:
@@ -245,4 +267,4 @@ class Scheduler:
     def _reason(self, request: GenerationRequest) -> str | None:
         if request.tokens[-1] == self.eos_id and not request.params.ignore_eos:
             return "eos"
-        return "length" if len(request.new_ids) >= request.params.max_new_tokens else None
+        return "length" if request.num_new >= request.params.max_new_tokens else None

@@ -127,7 +127,7 @@ class SpeculativeEngine(Engine):
         page, cache = self.pool.page_size, self.cache
         spare = max(0, cache.num_available - len(self.scheduler.running))
         room = (len(request.pages) + spare) * page - request.computed
-        wanted = request.params.max_new_tokens - len(request.new_ids) - 1
+        wanted = request.params.max_new_tokens - request.num_new - 1
         draft = self.drafter.draft(request.tokens, min(self.config.draft_tokens, room), wanted)
         missing = pages_for(request.computed + len(draft.tokens), page) - len(request.pages)
         request.pages += cache.allocate(max(missing, 0))
