@@ -43,7 +43,7 @@ SHAPES = {
     "smollm2-135m": LlamaConfig(30, 576, 1536, 9, 3, 64, 49152, 8192, 1e5, 1e-5),
     "tiny": LlamaConfig(2, 64, 128, 4, 2, 16, 256, 512, 1e4, 1e-5),
 }
-"""Models with random weights. `llama-8b`: the sizes of Llama 3 8B (arXiv 2407.21783, table 3); `smollm2-135m`:
+"""Models with random weights. `llama-8b`: sizes of Llama 3 8B (arXiv 2407.21783, table 3); `smollm2-135m`:
 those of the demo model, for machines without its weights."""
 KINDS = {
     "attention": ("decode", "merge", "flash", "fmha", "BatchPrefill", "BatchDecode", "combine", "attention"),
