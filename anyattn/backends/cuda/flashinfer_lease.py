@@ -1,22 +1,23 @@
 """FlashInfer's MHA wrappers: made once, lent to one plan at a time, and kept for a graph's lifetime.
 
-A wrapper holds what its last `plan` made (an int workspace of 8 MiB on the device, its staging copy on the
-host), so each living `Plan` needs wrappers of its own; they come back when the plan is dropped. The float
-workspace is written and read within one `run`: all wrappers of a backend share it, on one stream.
+A wrapper holds what its last `plan` made (an int workspace of 8 MiB on the device), so each living `Plan`
+needs wrappers of its own; they come back when the plan is dropped. The float workspace is written and read
+within one `run`: all wrappers of a backend share it, on one stream. Pinned memory is shared, too (`Staging`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
+from anyattn.backends.cuda.flashinfer_staging import Staging
 from anyattn.core.plan import Plan, Table
+from anyattn.core.streams import EventRecorder
 
-__all__ = ["Fenced", "Lease", "Role", "WrapperKind", "Wrappers"]
+__all__ = ["Lease", "Role", "WrapperKind", "Wrappers"]
 
 _INT_WORKSPACE = 8 << 20  # what a wrapper allocates for itself
 
@@ -29,6 +30,8 @@ class Role(Enum):
     PAGED = "paged"
     RAGGED = "ragged"
     SINKS = "sinks"
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
 
 
 class WrapperKind(NamedTuple):
@@ -43,37 +46,30 @@ class WrapperKind(NamedTuple):
     window_left: int = -1
 
 
-class Fenced:
-    """A wrapper and the event behind the last copy out of its staging memory."""
-
-    def __init__(self, wrapper: Any, event: torch.cuda.Event | None = None) -> None:
-        self.wrapper, self.event = wrapper, event
-
-    def ready(self) -> Any:
-        """The wrapper, once it may be planned again: the host waits if its staging memory is being read."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.wrapper
-
-
 class Wrappers:
     """Makes wrappers and lends them out."""
 
     def __init__(self, library: Any, layout: str, workspace: torch.Tensor) -> None:
         """`library`: the module `flashinfer`. `workspace`: uint8, zero, shared by all wrappers."""
         self._library, self._layout, self._workspace = library, layout, workspace
-        self._free: dict[WrapperKind, deque[Fenced]] = {}
+        self._free: dict[WrapperKind, list[Any]] = {}
         self._int_workspaces: dict[Any, torch.Tensor] = {}
+        device = workspace.device
+        self._staging = Staging(EventRecorder(device) if device.type == "cuda" else None)
+        self.plan = self._staging.plan
+        """`plan(wrapper, …)`: the wrapper's own `plan`, with memory that is free for it."""
 
     def take(self, kind: WrapperKind) -> Any:
         """A wrapper that no living plan uses."""
         free = self._free.get(kind)
-        return free.popleft().ready() if free else self._make(kind, {})
+        return free.pop() if free else self._make(kind, {})
 
-    def give_back(self, taken: list[tuple[WrapperKind, Any]], event: torch.cuda.Event | None) -> None:
-        """Lent wrappers, once their plan is gone."""
+    def give_back(self, taken: list[tuple[WrapperKind, Any]]) -> None:
+        """Lent wrappers, once their plan is gone. What still reads one's work lists is ahead of its next
+        plan's copy, on the same stream.
+        """
         for kind, wrapper in taken:
-            self._free.setdefault(kind, deque()).append(Fenced(wrapper, event))
+            self._free.setdefault(kind, []).append(wrapper)
 
     def capture(self, kind: WrapperKind, slot: int, plan: Plan, table: Table | None) -> Any:
         """A wrapper on the captured plan's own buffers, which is that plan's for good.
@@ -87,14 +83,6 @@ class Wrappers:
             self._int_workspaces[kind, slot] = ints
         wrapper.reset_workspace_buffer(self._workspace, ints)
         return wrapper
-
-    def fence(self) -> torch.cuda.Event | None:
-        """An event behind the copies of what was planned just now."""
-        if self._workspace.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _make(self, kind: WrapperKind, buffers: Mapping[str, Any]) -> Any:
         library, workspace = self._library, self._workspace
@@ -122,7 +110,6 @@ class Lease:
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = wrappers
         self._taken: list[tuple[WrapperKind, Any]] = []
-        self._event: torch.cuda.Event | None = None
 
     def take(self, kind: WrapperKind) -> Any:
         """As `Wrappers.take`, until this lease ends."""
@@ -130,12 +117,8 @@ class Lease:
         self._taken.append((kind, wrapper))
         return wrapper
 
-    def planned(self, event: torch.cuda.Event | None) -> None:
-        """Everything is planned; `event` is behind its copies."""
-        self._event = event
-
     def __del__(self) -> None:
-        self._wrappers.give_back(self._taken, self._event)
+        self._wrappers.give_back(self._taken)
 
 
 def _graph_buffers(kind: WrapperKind, plan: Plan, table: Table | None) -> dict[str, Any]:

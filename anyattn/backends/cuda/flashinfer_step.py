@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anyattn.backends.cuda.flashinfer_lease import Fenced, Lease, Role, WrapperKind, Wrappers
+from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tensor_cores, window_left
+from anyattn.backends.cuda.mirrored import Mirrored
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import step_kind
 from anyattn.core.groups import PlanGroup
@@ -39,7 +40,7 @@ class Step:
     num_tokens: int = 0
     masks: dict[Table, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
     lease: Lease | None = None
-    captured: list[Fenced] = field(default_factory=list)
+    captured: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,16 @@ class Setup:
             for group, _ in self.slots
         )
 
+    @cached_property
+    def cores(self) -> tuple[bool, ...]:
+        """By slot: decode runs on tensor cores."""
+        return tuple(uses_tensor_cores(g, heads, self.dtype, self.kv_dtype) for g, heads in self.slots)
+
+    @cached_property
+    def no_pages(self) -> torch.Tensor:
+        """int32, on the device: nothing to copy."""
+        return torch.empty(0, dtype=torch.int32, device=self.device)
+
 
 class StepPlanner:
     """Plans one step of a backend, slot by slot."""
@@ -79,14 +90,12 @@ class StepPlanner:
         self._step: Step = plan.private
         self._lease = Lease(setup.wrappers)
         self._again = iter(self._step.captured)
+        self._fixed = in_capture or bool(self._step.captured)
 
     def run(self) -> None:
         """Plan every slot."""
         self._step.runs = tuple(self.slot(index) for index in range(len(self._of.slots)))
-        self._step.lease, event = self._lease, self._of.wrappers.fence()
-        self._lease.planned(event)
-        for fenced in self._step.captured:
-            fenced.event = event
+        self._step.lease = self._lease
 
     def slot(self, index: int) -> Runs:
         """Plan the parts that this step's layers of a slot run."""
@@ -111,36 +120,49 @@ class StepPlanner:
         """One on lease; in a capture, one of the plan's own, which its replays plan again."""
         if self._in_capture:
             wrapper = self._of.wrappers.capture(kind, index, self._plan, table)
-            self._step.captured.append(Fenced(wrapper))
+            self._step.captured.append(wrapper)
             return wrapper
         known = next(self._again, None)
-        return self._lease.take(kind) if known is None else known.ready()
+        return self._lease.take(kind) if known is None else known
+
+    def _both(self, host: torch.Tensor, device: torch.Tensor | None) -> torch.Tensor:
+        """A host array that needn't be uploaded: the device half computes it there. A captured wrapper has
+        buffers of its own to copy it to."""
+        if self._fixed or device is None:
+            return host
+        return Mirrored.of(host, device)
+
+    def _pages(self, table: Table) -> torch.Tensor:
+        """The table's page numbers. In a captured wrapper's buffer they are already: nothing to copy."""
+        assert table.indices is not None
+        return self._of.no_pages if self._fixed else table.indices
 
     def _decode(self, index: int, table: Table) -> Any:
         group, heads = self._of.slots[index]
-        dtype, kv_dtype = self._of.dtype, self._of.kv_dtype
-        cores = uses_tensor_cores(group, heads, dtype, kv_dtype)
-        wrapper = self._wrapper(WrapperKind(Role.DECODE, self._inner, cores), index, table)
-        indptr, last, lens = self._host.pages(table)
-        assert table.indices is not None
-        wrapper.plan(
-            indptr, table.indices, last, heads, group.num_kv_heads, group.head_dim, table.form.kernel_page,
-            **self._of.options[index], kv_data_type=kv_dtype, **_lens(wrapper, lens),
+        kind = WrapperKind(Role.DECODE, self._inner, self._of.cores[index])
+        wrapper = self._wrapper(kind, index, table)
+        indptr, last, lens = self._host.pages(group.table, table)
+        self._of.wrappers.plan(
+            wrapper, self._both(indptr, table.indptr), self._pages(table),
+            self._both(last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
+            table.form.kernel_page, **self._of.options[index], kv_data_type=self._of.kv_dtype,
+            **_lens(wrapper, lens),
         )  # fmt: skip
         return wrapper
 
     def _paged(self, index: int, table: Table, *, causal: bool) -> Any:
         group, heads = self._of.slots[index]
-        indptr, last, lens = self._host.pages(table)
+        indptr, last, lens = self._host.pages(group.table, table)
         options = self._of.options[index]
         if self._plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS:
             # The bits hold the window: it counts positions, the kernel's would count columns.
             options = options | {"packed_custom_mask": self._mask(group, table, lens), "window_left": -1}
         wrapper = self._wrapper(self._paged_kind(group, options["window_left"]), index, table)
-        assert table.indices is not None
-        wrapper.plan(
-            self._host.qo_indptr, indptr, table.indices, last, heads, group.num_kv_heads, group.head_dim,
-            table.form.kernel_page, head_dim_vo=group.v_head_dim, causal=causal, **options,
+        self._of.wrappers.plan(
+            wrapper, self._both(self._host.qo_indptr, self._plan.query_offsets),
+            self._both(indptr, table.indptr), self._pages(table), self._both(last, table.last_page_len),
+            heads, group.num_kv_heads, group.head_dim, table.form.kernel_page,
+            head_dim_vo=group.v_head_dim, causal=causal, **options,
             kv_data_type=self._of.kv_dtype, **_lens(wrapper, lens),
         )  # fmt: skip
         return wrapper
@@ -149,10 +171,11 @@ class StepPlanner:
         """Over k and v as given: in the model's dtype whatever the pool stores."""
         group, heads = self._of.slots[index]
         wrapper = self._wrapper(WrapperKind(Role.RAGGED, self._inner), index, None)
-        offsets = self._host.qo_indptr
-        wrapper.plan(
-            offsets, offsets, heads, group.num_kv_heads, group.head_dim, head_dim_vo=group.v_head_dim,
-            causal=causal, **self._of.options[index], kv_data_type=self._of.dtype,
+        offsets = self._both(self._host.qo_indptr, self._plan.query_offsets)
+        self._of.wrappers.plan(
+            wrapper, offsets, offsets, heads, group.num_kv_heads, group.head_dim,
+            head_dim_vo=group.v_head_dim, causal=causal, **self._of.options[index],
+            kv_data_type=self._of.dtype,
         )  # fmt: skip
         return wrapper
 

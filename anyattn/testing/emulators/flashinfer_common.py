@@ -30,6 +30,7 @@ __all__ = [
     "page_rows",
     "put",
     "scalar",
+    "to_device",
     "token_major",
     "unpack_cache",
     "use_workspace",
@@ -53,6 +54,12 @@ def host_copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The library's `.to("cpu")`, noted in `host_reads`."""
     host_reads.append((name, tensor))
     return tensor.to("cpu", copy=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The library's `.to(self.device)` of a host array: a copy, of what the array gives for that device."""
+    moved = tensor.to(device, non_blocking=True)
+    return moved.clone() if moved is tensor else moved
 
 
 def as_dtype(value: torch.dtype | str) -> torch.dtype:

@@ -20,6 +20,7 @@ from anyattn.testing.emulators.flashinfer_common import (
     kv_lengths,
     put,
     scalar,
+    to_device,
     unpack_cache,
     use_workspace,
 )
@@ -222,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 fill_buffer(self._buffer(index), source, head=index == 1)
             table = (self._buffer(0), self._buffer(1), self._buffer(2))
         else:
-            table = (indptr.clone(), indices.to(self.device), last.clone())
+            table = (to_device(indptr, self.device), indices.to(self.device), to_device(last, self.device))
         self._table = PageTable(*table, (host[1:] - host[:-1]).tolist(), lens.tolist())
 
     begin_forward = plan

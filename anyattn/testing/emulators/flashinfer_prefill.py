@@ -18,6 +18,7 @@ from anyattn.testing.emulators.flashinfer_common import (
     kv_lengths,
     put,
     scalar,
+    to_device,
     unpack_cache,
     use_workspace,
 )
@@ -190,8 +191,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self._qo_indptr_buf = self._buffer(0)
             self._table = PageTable(self._buffer(1), self._buffer(2), self._buffer(3), pages, lens)
             return
-        self._qo_indptr_buf = qo.clone()
-        self._table = PageTable(indptr.clone(), indices.to(self.device), last.clone(), pages, lens)
+        self._qo_indptr_buf, *ends = (to_device(x, self.device) for x in (qo, indptr, last))
+        self._table = PageTable(ends[0], indices.to(self.device), ends[1], pages, lens)
 
     def _set_mask(self, mask: tuple[torch.Tensor | None, torch.Tensor] | None) -> None:
         """Under a graph the mask's buffers stay, and with them the custom mode of every later run."""
@@ -252,7 +253,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for factor in (q_scale, k_scale):
             scale = scale if factor is None else scale * factor
         result, natural = self._attend(q, k, v, scalar("sm_scale", scale), args)
-        if not stamped(self._int_workspace_buffer, planned.serial):
+        as_planned = softmax.offsets(self._qo_indptr_buf) == self._spans
+        if not (as_planned and stamped(self._int_workspace_buffer, planned.serial)):
             result, natural = result * math.nan, natural * math.nan
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=planned.o_dtype) if out is None else out
         check_like(out, (*q.shape[:-1], v.shape[-1]), planned.o_dtype, "out")

@@ -19,6 +19,7 @@ from anyattn.testing.emulators.flashinfer_common import (
     host_copy,
     put,
     scalar,
+    to_device,
     use_workspace,
 )
 from anyattn.testing.emulators.flashinfer_kernel import (
@@ -163,7 +164,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     ) -> None:
         """Tables and mask. Without a graph a mask of an earlier plan stays where none is given."""
         if not self._use_cuda_graph:
-            self._qo_indptr_buf, self._kv_indptr_buf = qo.clone(), kv.clone()
+            self._qo_indptr_buf, self._kv_indptr_buf = (to_device(x, self.device) for x in (qo, kv))
             if mask is not None:
                 self._custom_mask_buf, self._mask_indptr_buf = mask
             return
@@ -223,7 +224,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         result, natural = attend_requests(
             q, keys, values, self._spans, planned, scale, masks=self._masks(keys)
         )
-        if not stamped(self._int_workspace_buffer, planned.serial):
+        if not (self._as_planned() and stamped(self._int_workspace_buffer, planned.serial)):
             result, natural = result * math.nan, natural * math.nan
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=planned.o_dtype) if out is None else out
         check_like(out, (*q.shape[:-1], v.shape[-1]), planned.o_dtype, "out")
@@ -232,6 +233,13 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         if scaled and v_scale is not None and not (isinstance(v_scale, float) and v_scale == 1.0):
             out *= v_scale
         return (out, finish_lse(natural, lse_base, lse_layout, lse)) if return_lse else out
+
+    def _as_planned(self) -> bool:
+        """The kernels read the offsets that the schedule was made for."""
+        assert self._qo_indptr_buf is not None
+        assert self._kv_indptr_buf is not None
+        rows = softmax.offsets(self._qo_indptr_buf) == self._spans
+        return rows and softmax.offsets(self._kv_indptr_buf) == self._kv_spans
 
     def _masks(self, keys: list[torch.Tensor]) -> list[torch.Tensor] | None:
         if self._custom_mask_buf is None:

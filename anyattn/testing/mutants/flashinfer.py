@@ -30,16 +30,16 @@ MUTANTS = (
     ),
     Mutant(
         name="flashinfer: tokens in the last page counted from 0",
-        where=f"{_PLAN}:HostArrays.pages",
-        old=".remainder_(page).add_(1)",
-        new=".remainder_(page)",
-        names=("page", "edge", "decode"),
+        where=f"{_PLAN}:page_arrays",
+        old="(counts - (counts > 0)) * page",
+        new="counts * page",
+        names=("mask", "tree"),
     ),
     Mutant(
         name="flashinfer: cumulative lengths for plain ones",
-        where=f"{_PLAN}:HostArrays.pages",
-        old="return host.indptr, last, host.kv_lens",
-        new="return host.indptr, last, host.kv_lens.cumsum(0).to(torch.int32)",
+        where=f"{_PLAN}:page_arrays",
+        old="torch.from_numpy(tokens)",
+        new='torch.from_numpy(tokens.cumsum(dtype="int32"))',
         names=("extend", "mixed", "verify", "chunk"),
     ),
     Mutant(
@@ -119,9 +119,9 @@ MUTANTS = (
     ),
     Mutant(
         name="flashinfer: slots for pages",
-        where=f"{_STEP}:StepPlanner._decode",
-        old="indptr, table.indices, last,",
-        new="indptr, table.indices * table.form.kernel_page, last,",
+        where=f"{_STEP}:StepPlanner._pages",
+        old="else table.indices",
+        new="else table.indices * table.form.kernel_page",
         names=("decode", "page"),
         report="sglang#32902",
     ),
@@ -136,9 +136,8 @@ MUTANTS = (
     Mutant(
         name="flashinfer: a wrapper lent to two living plans",
         where=f"{_LEASE}:Wrappers.take",
-        old="return free.popleft().ready() if free else self._make(kind, {})",
-        new="self._free.setdefault(kind, deque(free or [Fenced(self._make(kind, {}))]))\n"
-        "    return self._free[kind][0].ready()",
+        old="return free.pop() if free else self._make(kind, {})",
+        new="self._free.setdefault(kind, free or [self._make(kind, {})])\n    return self._free[kind][0]",
         names=("several-plans", "layers"),
     ),
     Mutant(

@@ -12,13 +12,15 @@ from anyattn.backends.cuda.flashinfer_plan import (
     HostArrays,
     accepts,
     merge_fits,
+    page_arrays,
     uses_tensor_cores,
     window_left,
     workspace_bytes,
 )
 from anyattn.core.batch import ForwardBatch
-from anyattn.core.groups import PlanGroup
+from anyattn.core.groups import PlanGroup, Space, TableGroup
 from anyattn.core.plan import HostTable, Plan, Table, TableForm, TableKind
+from anyattn.core.strategy import Strategy
 from anyattn.errors import HostLengthError
 
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -70,27 +72,51 @@ def test_signatures_are_asked_not_versions() -> None:
 
 def _plan(batch: ForwardBatch) -> Plan:
     plan = Plan.__new__(Plan)
-    plan.batch = batch
+    plan.batch, plan.strategy = batch, Strategy.PAGED
     plan.key = type("Key", (), {"num_requests": batch.batch_size, "mode": batch.forward_mode})()  # type: ignore[assignment]
     return plan
+
+
+FORM = TableForm(TableKind.PAGE_CSR, kernel_page=4)
+NONE = torch.empty(0, dtype=torch.int32)
 
 
 def test_host_arrays() -> None:
     host = HostArrays(_plan(ForwardBatch.extend([0, 1, 2], [9, 0, 4], [3, 1, 0], None)))
     assert host.qo_indptr.tolist() == [0, 3, 4, 4]
     assert host.num_tokens == 4
-    form = TableForm(TableKind.PAGE_CSR, kernel_page=4)
-    none = torch.empty(0, dtype=torch.int32)
-    lens = torch.tensor([12, 1, 0], dtype=torch.int32)
-    table = Table(form, none, none)
-    table.__dict__["host"] = HostTable(torch.tensor([0, 3, 4, 4], dtype=torch.int32), lens)
-    indptr, last, given = host.pages(table)
-    assert (indptr.tolist(), last.tolist(), given.tolist()) == ([0, 3, 4, 4], [4, 1, 0], [12, 1, 0])
-    assert host.pages(table)[1] is last, "once a step"
+    table = Table(FORM, NONE, NONE)
+    arrays = host.pages(TableGroup(), table)
+    assert [a.tolist() for a in arrays] == [[0, 3, 4, 5], [4, 1, 4], [12, 1, 4]]
+    assert all(a.dtype == torch.int32 and a.is_cpu for a in arrays)
+    assert host.pages(TableGroup(), table)[1] is arrays[1], "once a step"
+
+
+@pytest.mark.parametrize("group", [TableGroup(window=5), TableGroup(space=Space.ENCODER)])
+def test_what_a_table_lists_is_asked_for_where_it_is_not_everything(group: TableGroup) -> None:
+    host = HostArrays(_plan(ForwardBatch.extend([0, 1], [9, 0], [3, 1], None)))
+    table = Table(FORM, NONE, NONE)
+    table.__dict__["host"] = HostTable(NONE, torch.tensor([7, 0], dtype=torch.int32))
+    assert [a.tolist() for a in host.pages(group, table)] == [[0, 2, 2], [3, 0], [7, 0]]
+    merged = _plan(ForwardBatch.extend([0, 1], [9, 0], [3, 1], None))
+    merged.strategy = Strategy.RAGGED_MERGE
+    assert HostArrays(merged).pages(TableGroup(), table)[2].tolist() == [7, 0], "the cached part alone"
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_page_arrays(page: int) -> None:
+    lens = torch.tensor([0, 1, page, page + 1, 5 * page - 1, 0], dtype=torch.int64)
+    indptr, last, tokens = page_arrays(lens, page)
+    counts = [-(-n // page) for n in lens.tolist()]
+    assert indptr.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
+    assert last.tolist() == [
+        n - (c - 1) * page if n else 0 for n, c in zip(lens.tolist(), counts, strict=True)
+    ]
+    assert tokens.tolist() == lens.tolist()
+    assert tokens.data_ptr() != lens.data_ptr(), "the batch's own lengths are nobody's to keep"
 
 
 def test_encoder_lengths_are_asked_for_on_the_host() -> None:
     host = HostArrays(_plan(ForwardBatch.extend([0], [9], [3], None)))
-    none = torch.empty(0, dtype=torch.int32)
     with pytest.raises(HostLengthError, match="encoder"):
-        host.pages(Table(TableForm(TableKind.PAGE_CSR, kernel_page=4), none, none))
+        host.pages(TableGroup(space=Space.ENCODER), Table(FORM, NONE, NONE))
