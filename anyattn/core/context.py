@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan
 
-__all__ = ["Attends", "ForwardContext", "current_context", "forward_context"]
+__all__ = ["Attends", "ForwardContext", "active_context", "current_context", "forward_context"]
 
 
 class Attends(Protocol):
@@ -49,6 +49,8 @@ class ForwardContext(NamedTuple):
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("anyattn_forward_context", default=None)
+active_context = _current.get
+"""The active context, or None."""
 
 
 def current_context() -> ForwardContext:

@@ -18,7 +18,7 @@ from anyattn.core.call import AttentionCall, LayerInputs, LayerOutput
 from anyattn.core.capabilities import Feature
 from anyattn.core.feature_check import layer_features
 from anyattn.core.groups import PlanGroup
-from anyattn.core.known_layer import KnownLayer
+from anyattn.core.known_layer import KnownLayer, PlainCall
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.layer_checks import (
     another_plan,
@@ -215,24 +215,13 @@ class AttentionBackend(StepBackend):
         """The template of every call: check, shape, store, dispatch by mode. See `AttentionLayer.forward`."""
         known = self._check_plan(plan, batch, layer)
         group = known.group
-        if k is not None and v is not None and known.plain and save_kv_cache and inputs is None:
-            loc, tokens = plan.write_loc(group.table), plan.key.num_tokens
-            if (
-                not return_lse
-                and lse_out is None
-                and loc is not None
-                and loc.shape[0] == tokens
-                and known.takes(tokens, q, k, v, out)
-            ):
-                own = out is None
-                if out is None:
-                    out = q.new_empty((tokens, known.num_q, known.v_dim))
-                self.write_kv(layer, loc, k, v)
-                table = plan.tables.get(group.table)
-                call = AttentionCall(q, k, v, layer, plan, table, out, None, True, group, own_out=own)
-                known.run(call)
-                self._clear_padding(batch, call.out, None)
-                return LayerOutput(call.out)
+        plain = known.plain and not return_lse and lse_out is None and inputs is None
+        if plain and save_kv_cache and k is not None and v is not None:
+            made = known.call(q, k, v, out, plan, self.write_kv)
+            if made is not None:
+                if batch.num_padding_tokens:
+                    self._clear_padding(batch, made, None)
+                return LayerOutput(made)
         shape = spec = layer.spec
         if spec.mla is not None:
             q, k, v, shape = as_whole(q, k, v, spec, plan.mla_method, inputs)
@@ -282,9 +271,14 @@ class AttentionBackend(StepBackend):
         known = self._known_layers.get((layer.layer_id, key.mode))
         if known is None or known.layer is not layer:
             group, run = self._check_layer(layer, key.mode), self._runner(key.mode, layer)
-            known = KnownLayer(layer, key.mode, group, run, self._dtype)
+            at_once = self.at_once(layer, key.mode, group)
+            known = KnownLayer(layer, key.mode, group, run, self._dtype, at_once)
             self._known_layers[layer.layer_id, key.mode] = known
         return known
+
+    def at_once(self, layer: AttentionLayer, mode: ForwardMode, group: PlanGroup) -> PlainCall | None:
+        """What stores and computes a layer's plain calls in one go; by default two methods do."""
+        return None
 
     def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> PlanGroup:
         """Once per layer and mode: its plan group here is planned, for its heads, with its features."""

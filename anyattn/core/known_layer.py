@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from anyattn.core.batch import ForwardMode
+from anyattn.core.call import AttentionCall
 from anyattn.core.spec import AttentionKind
 
 if TYPE_CHECKING:
-    from anyattn.core.call import AttentionCall
     from anyattn.core.groups import PlanGroup
     from anyattn.core.layer import AttentionLayer
+    from anyattn.core.plan import Plan
 
-__all__ = ["KnownLayer"]
+__all__ = ["KnownLayer", "PlainCall"]
+
+PlainCall = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, "Plan"],
+    "torch.Tensor | None",
+]
+"""q, k, v, out and slots of a plain call, one a token, to its output. It checks what `KnownLayer.takes` does;
+None says that nothing was done, and the ordinary path is to be taken.
+"""
+Store = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""A layer's slots, k and v."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +37,7 @@ class KnownLayer:
     Attributes:
         group: its plan group in the backend's pool. run: what computes it.
         plain: it stores keys and values of its own, one per query token, as q, k and v have them.
+        at_once: where the adapter has one, what stores and computes plain calls together.
     """
 
     layer: AttentionLayer
@@ -33,6 +45,7 @@ class KnownLayer:
     group: PlanGroup
     run: Callable[[AttentionCall], None]
     dtype: torch.dtype
+    at_once: PlainCall | None = None
     plain: bool = False
     num_q: int = 0
     num_kv: int = 0
@@ -69,3 +82,27 @@ class KnownLayer:
             and v.stride(2) == 1
             and (out is None or (out.shape == (tokens, self.num_q, self.v_dim) and out.dtype is dtype))
         )
+
+    def call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, plan: Plan,
+        store: Store,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """The output of a plain call whose tensors need no reshaping, stored and computed; None: another."""
+        group, tokens = self.group, plan.key.num_tokens
+        loc = plan.write_loc(group.table)
+        if loc is None or loc.shape[0] != tokens:
+            return None
+        if self.at_once is not None:
+            made = self.at_once(q, k, v, out, loc, plan)
+            if made is not None:
+                return made
+        if not self.takes(tokens, q, k, v, out):
+            return None
+        own = out is None
+        if out is None:
+            out = q.new_empty((tokens, self.num_q, self.v_dim))
+        layer, table = self.layer, plan.tables.get(group.table)
+        store(layer, loc, k, v)
+        call = AttentionCall(q, k, v, layer, plan, table, out, None, True, group, own_out=own)
+        self.run(call)
+        return call.out

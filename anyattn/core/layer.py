@@ -9,7 +9,7 @@ from torch import nn
 
 from anyattn.core.arguments import check_instance, check_whole
 from anyattn.core.call import LayerInputs
-from anyattn.core.context import current_context
+from anyattn.core.context import active_context, current_context
 from anyattn.core.groups import PlanGroup
 from anyattn.core.mla import MLAExpand, out_size
 from anyattn.core.ops import attention, register_layer
@@ -93,7 +93,7 @@ class AttentionLayer(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._compiled(q, k, v, save_kv_cache, return_lse, out, lse_out, inputs)
-        context = current_context()
+        context = active_context() or current_context()
         result = context.backend.forward(
             q, k, v, self, batch,
             save_kv_cache=save_kv_cache, return_lse=return_lse, out=out, lse_out=lse_out, inputs=inputs,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from anyattn.backends.portable.triton_repeats import DecodeRepeats
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup, Space
+from anyattn.core.known_layer import PlainCall
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.plan import Plan
@@ -146,6 +149,14 @@ class TritonAttention(AttentionBackend):
         """One launch for K and V. A layer with shared KV stores nothing."""
         if layer.spec.kv_shared_with is None:
             kernels.kv_write(k, v, self._layer(layer).cache, loc)
+
+    def at_once(self, layer: AttentionLayer, mode: ForwardMode, group: PlanGroup) -> PlainCall | None:
+        """Decode repeats its launches, unless rows are batch-invariant (extends then)."""
+        if mode is not ForwardMode.DECODE or self._invariant or layer.spec.kv_shared_with is not None:
+            return None
+        own, stores = self._layer(layer), getattr(self.write_kv, "__func__", None)
+        store = None if stores is TritonAttention.write_kv else partial(self.write_kv, layer)
+        return DecodeRepeats(own.cache, own.heads, own.causal, group, self._dtype, store)
 
     def forward_decode(self, call: AttentionCall) -> None:  # anyattn: in-graph
         """Split-KV decode over everything in the pool."""

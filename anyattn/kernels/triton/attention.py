@@ -19,6 +19,7 @@ __all__ = [
     "Variant",
     "decode_programs",
     "kv_write",
+    "started_write",
     "sub_page",
     "upcast",
 ]
@@ -155,6 +156,17 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, cache: Cache, loc: torch.Tensor) 
     if compiled is not None and aligned:
         last = (*writer.fixed.values, *writer.constexprs.values())
         writer.started[known] = Started(compiled, last)
+
+
+def started_write(
+    cache: Cache, heads: Heads, dtype: torch.dtype, strides: tuple[int, ...], device: int
+) -> Started | None:
+    """How `kv_write` repeats what it launched for aligned tensors of these strides, if it has.
+
+    Its first arguments are the addresses of k, v and loc, and `strides`: of tokens and heads in k and v.
+    """
+    writer: _Writer | None = cache.memo.get((heads.num_kv, heads.dim, heads.v_dim))
+    return None if writer is None else writer.started.get((strides, dtype, dtype, torch.int64, device))
 
 
 class _Writer:

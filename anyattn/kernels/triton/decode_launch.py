@@ -16,7 +16,7 @@ from anyattn.kernels.triton.launch import Fixed, Started, direct_device, launch
 from anyattn.kernels.triton.merge import merge_ranges_kernel
 from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
-__all__ = ["DecodeStep", "decode", "fill_ranges", "pieces"]
+__all__ = ["DecodeStep", "decode", "fill_ranges", "pieces", "started_decode"]
 
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
 _RANGES_CONSTEXPRS = (
@@ -31,6 +31,7 @@ _RANGES_CONSTEXPRS = (
     "ARRIVALS",
 )
 _fills: dict[tuple[Any, ...], Started] = {}
+_alike: dict[tuple[Any, ...], int] = {}
 
 Pieces = tuple[torch.Tensor, torch.Tensor]
 """`([R + B, Hq, Dv], [R + B, Hq])` in float32."""
@@ -61,6 +62,11 @@ class DecodeStep:
     def fixed(self) -> tuple[Fixed, Fixed]:
         """Arguments of decode and of its merge, the same for every layer."""
         return self.with_pieces(self.pieces)
+
+    @cached_property
+    def number(self) -> int:
+        """Equal for steps that are dealt out alike, and whose arguments kernels are specialised on alike."""
+        return _alike.setdefault((self.tiles, self.heads, self.fixed[0].key), len(_alike))
 
     def with_pieces(self, work: Pieces | None) -> tuple[Fixed, Fixed]:
         """The same with another workspace."""
@@ -234,6 +240,24 @@ def decode(
             heads.num_q,
             *merging.values,
         )
+
+
+def started_decode(
+    cache: Cache, heads: Heads, step: DecodeStep, dtype: torch.dtype, strides: tuple[int, ...],
+    sinks: torch.Tensor | None, device: int,
+) -> tuple[int, Started, int, Started | None] | None:  # fmt: skip
+    """How `decode` repeats what it launched without LSE for aligned tensors of these strides, if it has: the
+    kernel on its grid, and the merge on its own.
+
+    First arguments of the former are q, out, None and sinks as addresses, `strides` and `step.fixed[0]`; of
+    the latter out, None, sinks, `strides[2:]`, the query heads and `step.fixed[1]`.
+    """
+    layer: _Layer | None = cache.memo.get((heads, step.tiles, False, dtype))
+    if layer is None:
+        return None
+    known = (strides, step.fixed[0].key, device, 0, sinks is None or sinks.dtype)
+    started = layer.started.get(known)
+    return None if started is None else (layer.grid, started[0], layer.merge_grid, started[1])
 
 
 def _layer(
