@@ -52,24 +52,25 @@ class Wrappers:
     def __init__(self, library: Any, layout: str, workspace: torch.Tensor) -> None:
         """`library`: the module `flashinfer`. `workspace`: uint8, zero, shared by all wrappers."""
         self._library, self._layout, self._workspace = library, layout, workspace
-        self._free: dict[WrapperKind, list[Any]] = {}
+        self._free: dict[tuple[WrapperKind, int], list[Any]] = {}
         self._int_workspaces: dict[Any, torch.Tensor] = {}
         device = workspace.device
-        self._staging = Staging(EventRecorder(device) if device.type == "cuda" else None)
-        self.plan = self._staging.plan
+        self.version: str = getattr(library, "__version__", "unknown")
+        self.staging = Staging(EventRecorder(device) if device.type == "cuda" else None)
+        self.plan = self.staging.plan
         """`plan(wrapper, …)`: the wrapper's own `plan`, with memory that is free for it."""
 
-    def take(self, kind: WrapperKind) -> Any:
-        """A wrapper that no living plan uses."""
-        free = self._free.get(kind)
+    def take(self, kind: WrapperKind, slot: int) -> Any:
+        """A wrapper that no living plan uses; the last one that the same slot had, where there is one."""
+        free = self._free.get((kind, slot))
         return free.pop() if free else self._make(kind, {})
 
-    def give_back(self, taken: list[tuple[WrapperKind, Any]]) -> None:
+    def give_back(self, taken: list[tuple[WrapperKind, int, Any]]) -> None:
         """Lent wrappers, once their plan is gone. What still reads one's work lists is ahead of its next
         plan's copy, on the same stream.
         """
-        for kind, wrapper in taken:
-            self._free.setdefault(kind, []).append(wrapper)
+        for kind, slot, wrapper in taken:
+            self._free.setdefault((kind, slot), []).append(wrapper)
 
     def capture(self, kind: WrapperKind, slot: int, plan: Plan, table: Table | None) -> Any:
         """A wrapper on the captured plan's own buffers, which is that plan's for good.
@@ -109,12 +110,12 @@ class Lease:
 
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = wrappers
-        self._taken: list[tuple[WrapperKind, Any]] = []
+        self._taken: list[tuple[WrapperKind, int, Any]] = []
 
-    def take(self, kind: WrapperKind) -> Any:
+    def take(self, kind: WrapperKind, slot: int) -> Any:
         """As `Wrappers.take`, until this lease ends."""
-        wrapper = self._wrappers.take(kind)
-        self._taken.append((kind, wrapper))
+        wrapper = self._wrappers.take(kind, slot)
+        self._taken.append((kind, slot, wrapper))
         return wrapper
 
     def __del__(self) -> None:

@@ -22,10 +22,10 @@ from anyattn.errors import HostLengthError
 
 __all__ = [
     "HostArrays",
+    "PageArrays",
     "accepts",
     "inner_backend",
     "merge_fits",
-    "page_arrays",
     "uses_tensor_cores",
     "window_left",
     "workspace_bytes",
@@ -88,7 +88,7 @@ class HostArrays:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._pages: dict[Table, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._pages: dict[Table, PageArrays] = {}
 
     @cached_property
     def qo_indptr(self) -> torch.Tensor:
@@ -105,18 +105,15 @@ class HostArrays:
         key = self._plan.key
         return key.num_requests if key.mode is ForwardMode.DECODE else int(self.qo_indptr[-1])
 
-    def pages(self, group: TableGroup, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(indptr [B + 1], tokens in the last page [B], tokens [B])` of a group's table.
-
-        A request without keys has no page and 0 tokens in its last: `get_seq_lens` and the kernels'
-        `get_length` then agree on 0.
+    def pages(self, group: TableGroup, table: Table) -> PageArrays:
+        """Of a group's table.
 
         Raises:
             HostLengthError: encoder lengths that only the device knows.
         """
         found = self._pages.get(table)
         if found is None:
-            found = self._pages[table] = page_arrays(self._listed(group, table), table.form.kernel_page)
+            found = self._pages[table] = PageArrays(self._listed(group, table), table.form.kernel_page)
         return found
 
     def _listed(self, group: TableGroup, table: Table) -> torch.Tensor:
@@ -136,16 +133,29 @@ class HostArrays:
         return host.kv_lens
 
 
-def page_arrays(lens: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`(indptr, last_page_len, lens)` int32 from tokens of each request, on the host.
+class PageArrays:
+    """Offsets and lengths of a table on the host, from the tokens that it lists of each request.
 
-    In numpy, which FlashInfer needs, too: for so few numbers it takes a third of torch's time.
+    In numpy, which FlashInfer needs, too: for so few numbers it takes half of torch's time.
+
+    Attributes:
+        indptr: int32 `[B + 1]`, pages before each request. lens: int32 `[B]`, tokens.
     """
-    tokens = lens.numpy().astype("int32")
-    counts = (tokens + (page - 1)) // page
-    indptr = torch.empty(lens.shape[0] + 1, dtype=torch.int32)
-    offsets = indptr.numpy()
-    offsets[0] = 0
-    counts.cumsum(dtype="int32", out=offsets[1:])
-    last = tokens - (counts - (counts > 0)) * page
-    return indptr, torch.from_numpy(last), torch.from_numpy(tokens)
+
+    def __init__(self, lens: torch.Tensor, page: int) -> None:
+        """`lens`: integers `[B]` on the host; they aren't kept."""
+        self._tokens = lens.numpy().astype("int32")
+        self._counts = (self._tokens + (page - 1)) // page
+        self._page = page
+        self.indptr = torch.empty(lens.shape[0] + 1, dtype=torch.int32)
+        offsets = self.indptr.numpy()
+        offsets[0] = 0
+        self._counts.cumsum(dtype="int32", out=offsets[1:])
+        self.lens = torch.from_numpy(self._tokens)
+
+    @cached_property
+    def last(self) -> torch.Tensor:
+        """int32 `[B]`, tokens in the last page. A request without keys has no page and 0 tokens in its last:
+        `get_seq_lens` and the kernels' `get_length` then agree on 0."""
+        counts = self._counts
+        return torch.from_numpy(self._tokens - (counts - (counts > 0)) * self._page)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +47,20 @@ class Staging:
 
     def plan(self, wrapper: Any, *args: Any, **kwargs: Any) -> None:
         """`wrapper.plan(*args, **kwargs)`."""
+        self.staged(wrapper, wrapper.plan, *args, **kwargs)
+
+    def staged(self, wrapper: Any, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """`call(*args, **kwargs)`, which plans `wrapper` in the memory that it has then."""
         events = self._events
         if events is None:
-            wrapper.plan(*args, **kwargs)
+            call(*args, **kwargs)
             return
         slot = self._slot(wrapper, events)
         slot.copied.synchronize()
         if slot.memory is not None:
             setattr(wrapper, _PINNED, slot.memory)
         try:
-            wrapper.plan(*args, **kwargs)
+            call(*args, **kwargs)
         finally:
             events.record(slot.copied)
 

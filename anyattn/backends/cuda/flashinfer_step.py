@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
+from anyattn.backends.cuda.flashinfer_native import DecodeAgain, DecodeSizes
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tensor_cores, window_left
 from anyattn.backends.cuda.mirrored import Mirrored
 from anyattn.core.batch import ForwardMode
@@ -55,6 +56,11 @@ class Setup:
     device: torch.device
 
     @cached_property
+    def again(self) -> DecodeAgain:
+        """Decode wrappers that needn't be planned from scratch."""
+        return DecodeAgain(self.wrappers.version, self.wrappers.staging)
+
+    @cached_property
     def options(self) -> tuple[dict[str, Any], ...]:
         """What every `plan` of a slot is given; never modified."""
         return tuple(
@@ -71,6 +77,10 @@ class Setup:
     def cores(self) -> tuple[bool, ...]:
         """By slot: decode runs on tensor cores."""
         return tuple(uses_tensor_cores(g, heads, self.dtype, self.kv_dtype) for g, heads in self.slots)
+
+    def decode_kind(self, inner: str, index: int) -> WrapperKind:
+        """The wrapper that a slot decodes with."""
+        return WrapperKind(Role.DECODE, inner, self.cores[index])
 
     @cached_property
     def no_pages(self) -> torch.Tensor:
@@ -123,7 +133,7 @@ class StepPlanner:
             self._step.captured.append(wrapper)
             return wrapper
         known = next(self._again, None)
-        return self._lease.take(kind) if known is None else known
+        return self._lease.take(kind, index) if known is None else known
 
     def _both(self, host: torch.Tensor, device: torch.Tensor | None) -> torch.Tensor:
         """A host array that needn't be uploaded: the device half computes it there. A captured wrapper has
@@ -138,32 +148,47 @@ class StepPlanner:
         return self._of.no_pages if self._fixed else table.indices
 
     def _decode(self, index: int, table: Table) -> Any:
-        group, heads = self._of.slots[index]
-        kind = WrapperKind(Role.DECODE, self._inner, self._of.cores[index])
-        wrapper = self._wrapper(kind, index, table)
-        indptr, last, lens = self._host.pages(group.table, table)
-        self._of.wrappers.plan(
-            wrapper, self._both(indptr, table.indptr), self._pages(table),
-            self._both(last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
-            table.form.kernel_page, **self._of.options[index], kv_data_type=self._of.kv_dtype,
-            **_lens(wrapper, lens),
+        setup, requests = self._of, self._plan.key.num_requests
+        wrapper = self._wrapper(setup.decode_kind(self._inner, index), index, table)
+        pages = self._host.pages(setup.slots[index][0].table, table)
+        if setup.again.plan(wrapper, (index, requests), pages, None if self._fixed else table):
+            return wrapper
+        group, heads = setup.slots[index]
+        setup.wrappers.plan(
+            wrapper, self._both(pages.indptr, table.indptr), self._pages(table),
+            self._both(pages.last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
+            table.form.kernel_page, **setup.options[index], kv_data_type=setup.kv_dtype,
+            **_lens(wrapper, pages.lens),
         )  # fmt: skip
+        setup.again.remember(wrapper, (index, requests), self._sizes(index, table.form.kernel_page))
         return wrapper
+
+    def _sizes(self, index: int, page: int) -> DecodeSizes:
+        setup = self._of
+        group, heads = setup.slots[index]
+        return DecodeSizes(
+            cores=setup.cores[index], inner=self._inner, heads=(heads, group.num_kv_heads, page),
+            dim=group.head_dim, window_left=window_left(group.table.window), cap=group.logit_cap or 0.0,
+            dtypes=(setup.dtype, setup.kv_dtype),
+        )  # fmt: skip
 
     def _paged(self, index: int, table: Table, *, causal: bool) -> Any:
         group, heads = self._of.slots[index]
-        indptr, last, lens = self._host.pages(group.table, table)
+        pages = self._host.pages(group.table, table)
         options = self._of.options[index]
         if self._plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS:
             # The bits hold the window: it counts positions, the kernel's would count columns.
-            options = options | {"packed_custom_mask": self._mask(group, table, lens), "window_left": -1}
+            options = options | {
+                "packed_custom_mask": self._mask(group, table, pages.lens),
+                "window_left": -1,
+            }
         wrapper = self._wrapper(self._paged_kind(group, options["window_left"]), index, table)
         self._of.wrappers.plan(
             wrapper, self._both(self._host.qo_indptr, self._plan.query_offsets),
-            self._both(indptr, table.indptr), self._pages(table), self._both(last, table.last_page_len),
-            heads, group.num_kv_heads, group.head_dim, table.form.kernel_page,
-            head_dim_vo=group.v_head_dim, causal=causal, **options,
-            kv_data_type=self._of.kv_dtype, **_lens(wrapper, lens),
+            self._both(pages.indptr, table.indptr), self._pages(table),
+            self._both(pages.last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
+            table.form.kernel_page, head_dim_vo=group.v_head_dim, causal=causal, **options,
+            kv_data_type=self._of.kv_dtype, **_lens(wrapper, pages.lens),
         )  # fmt: skip
         return wrapper
 

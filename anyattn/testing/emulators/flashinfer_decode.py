@@ -30,9 +30,9 @@ from anyattn.testing.emulators.flashinfer_kernel import (
     check_kernel,
     choose_backend,
     legacy_keywords,
-    stamp,
     stamped,
 )
+from anyattn.testing.emulators.flashinfer_native import Schedule, decode_module
 from anyattn.testing.emulators.flashinfer_tables import PageTable, check_int32, fill_buffer
 from anyattn.testing.emulators.modules import EmulationError
 
@@ -64,26 +64,30 @@ class BatchDecodeWithPagedKVCacheWrapper:
         check_layout(kv_layout)
         if jit_args is not None or backend not in ("auto", "fa2", "fa3"):
             raise EmulationError("decode wrapper", asked=(backend, jit_args), allowed="auto, fa2, fa3")
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._buffers = buffers
+        self._paged_kv_indptr_buf: Any = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf: Any = paged_kv_indices_buffer
+        self._paged_kv_last_page_len_buf: Any = paged_kv_last_page_len_buffer
         self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
         self._fixed_batch_size = 0
         if use_cuda_graph:
-            self._fixed_batch_size = len(self._buffer(2))
-            if len(self._buffer(0)) != len(self._buffer(2)) + 1:
+            if not all(torch.is_tensor(buffer) for buffer in self._buffers):
+                raise ValueError("buffers of the tables should be torch.Tensors in cudagraph mode")
+            indptr, _, last = self._buffers
+            self._fixed_batch_size = len(last)
+            if len(indptr) != len(last) + 1:
                 raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self._use_tensor_cores = use_tensor_cores
         self._backend = self._requested_backend = backend
         self._q_len_per_req: int | None = None
         self._planned: Planned | None = None
+        self._plan_info: Schedule | None = None
+        self._sizes: tuple[Any, ...] = ()
         self.device = float_workspace_buffer.device
         self.reset_workspace_buffer(float_workspace_buffer, torch.empty(8 << 20, dtype=torch.uint8))
 
-    def _buffer(self, index: int) -> torch.Tensor:
-        buffer = self._buffers[index]
-        if not torch.is_tensor(buffer):
-            raise ValueError("buffers of the tables should be torch.Tensors in cudagraph mode")
-        return buffer
+    @property
+    def _buffers(self) -> tuple[Any, Any, Any]:
+        return self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -109,6 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 raise ValueError(f"{name}_workspace_buffer must be 16-byte aligned")
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
+        self._pin_memory_int_workspace_buffer = torch.empty_like(int_workspace_buffer)
 
     def plan(
         self,
@@ -185,8 +190,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )  # fmt: skip
         self._check_kernel(self._planned, q_len_per_req)
         check_int32(indptr=indptr, indices=indices, last_page_len=last_page_len)
-        self._set_table(indptr, indices, last_page_len, host, lens)
-        self._planned.serial = stamp(self._int_workspace_buffer)
+        self._set_table(indptr, indices, last_page_len)
+        self._plan_natively(self._planned, host, lens, page_size, q_len_per_req)
+        assert self._plan_info is not None
+        self._sizes = self._plan_info.sizes
         use_workspace(self._float_workspace_buffer)
         self._q_len_per_req, self._page_size = q_len_per_req, page_size
 
@@ -197,7 +204,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise ValueError("q_len_per_req is part of the frozen cudagraph shape")
         if batch != self._fixed_batch_size:
             raise ValueError(f"The batch size should be fixed in cudagraph mode: {batch}")
-        if indices > len(self._buffer(1)):
+        if indices > len(self._paged_kv_indices_buf):
             raise ValueError("The size of indices should be less than or equal to the allocated buffer")
 
     def _check_kernel(self, planned: Planned, q_len: int) -> None:
@@ -214,17 +221,38 @@ class BatchDecodeWithPagedKVCacheWrapper:
             raise NotImplementedError("q_len_per_req > 1 is currently only supported on fa2")
         check_kernel(self._backend, planned)
 
-    def _set_table(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, host: torch.Tensor,
-        lens: torch.Tensor,
-    ) -> None:  # fmt: skip
+    def _set_table(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
         if self._use_cuda_graph:
             for index, source in enumerate((indptr, indices, last)):
-                fill_buffer(self._buffer(index), source, head=index == 1)
-            table = (self._buffer(0), self._buffer(1), self._buffer(2))
-        else:
-            table = (to_device(indptr, self.device), indices.to(self.device), to_device(last, self.device))
-        self._table = PageTable(*table, (host[1:] - host[:-1]).tolist(), lens.tolist())
+                fill_buffer(self._buffers[index], source, head=index == 1)
+            return
+        self._paged_kv_indptr_buf = to_device(indptr, self.device)
+        self._paged_kv_indices_buf = indices.to(self.device)
+        self._paged_kv_last_page_len_buf = to_device(last, self.device)
+
+    def _plan_natively(
+        self, planned: Planned, indptr: torch.Tensor, lens: torch.Tensor, page_size: int, q_len: int
+    ) -> None:
+        spaces = (
+            self._float_workspace_buffer, self._int_workspace_buffer, self._pin_memory_int_workspace_buffer
+        )  # fmt: skip
+        batch, dims = len(lens), (planned.dim, planned.v_dim)
+        heads, graph = (planned.q_heads, planned.kv_heads, page_size), self._use_cuda_graph
+        if not self._use_tensor_cores:
+            self._cached_module = decode_module("cores", planned.q_dtype, planned.kv_dtype, *dims)
+            dtypes = (torch.empty(0, dtype=d) for d in (planned.q_dtype, planned.kv_dtype))
+            left, cap = planned.window_left, planned.cap
+            self._plan_info = self._cached_module.plan(
+                *spaces, indptr, batch, *heads, graph, left, cap, *dims, *dtypes
+            )
+            return
+        self._cached_module = decode_module(self._backend, planned.q_dtype, planned.kv_dtype, *dims)
+        queries = torch.arange(batch + 1, dtype=torch.int32) * q_len
+        more = (-1, False, 0, q_len if q_len > 1 else 0) if self._backend == "fa2" else ()
+        self._plan_info = self._cached_module.plan(
+            *spaces, queries, indptr, lens.to(torch.int32), batch * q_len, batch, *heads, graph, *dims,
+            q_len > 1, planned.window_left, *more,
+        )  # fmt: skip
 
     begin_forward = plan
 
@@ -248,10 +276,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> Any:
         """Attend with the planned schedule: `out`, or `(out, lse)` with the LSE `[T, Hq]` in base 2."""
         planned, (k, v) = self._planned, unpack_cache(paged_kv_cache, self._kv_layout)
+        schedule = self._plan_info
         assert planned is not None, "plan info is not initialized"
+        assert schedule is not None
         if q.dtype != planned.q_dtype or k.dtype != planned.kv_dtype:
             raise ValueError(f"The dtype of q {q.dtype} or k {k.dtype} does not match plan()")
-        batch = len(self._table.last_page_len)
+        batch = len(self._paged_kv_last_page_len_buf)
         q_len = q.shape[0] // batch if q_len_per_req is None else q_len_per_req
         if q.shape[0] != batch * q_len or q_len != self._q_len_per_req:
             raise ValueError(f"q implies q_len_per_req={q_len} but plan() used {self._q_len_per_req}")
@@ -265,14 +295,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
             scale *= 1.0 if factor is None else scalar("sm_scale", factor)
         by_length = self._use_tensor_cores and self._backend == "fa3"
         spans = [(i * q_len, (i + 1) * q_len) for i in range(batch)]
+        table = PageTable(*self._buffers, schedule.pages, schedule.lens or [])
         # `sinks` is taken and dropped: fa2 and fa3 have no argument for it (vllm#52148).
         result, natural = attend_requests(
             q,
-            self._table.keys(k, self._kv_layout, by_length=by_length),
-            self._table.keys(v, self._kv_layout, by_length=by_length),
+            table.keys(k, self._kv_layout, by_length=by_length),
+            table.keys(v, self._kv_layout, by_length=by_length),
             spans, planned, scale,
         )  # fmt: skip
-        if not stamped(self._int_workspace_buffer, planned.serial):
+        fits = schedule.rows == q.shape[0] and schedule.sizes == self._sizes
+        if not (fits and stamped(self._int_workspace_buffer, schedule.serial)):
             result, natural = result * math.nan, natural * math.nan
         if out is None:
             out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=planned.o_dtype)

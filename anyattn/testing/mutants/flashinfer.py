@@ -10,6 +10,7 @@ _ADAPTER = "anyattn.backends.cuda.flashinfer"
 _RUN = f"{_ADAPTER}:FlashInfer._over_table"
 _PLAN = "anyattn.backends.cuda.flashinfer_plan"
 _STEP = "anyattn.backends.cuda.flashinfer_step"
+_NATIVE = "anyattn.backends.cuda.flashinfer_native"
 _LEASE = "anyattn.backends.cuda.flashinfer_lease"
 
 MUTANTS = (
@@ -30,16 +31,16 @@ MUTANTS = (
     ),
     Mutant(
         name="flashinfer: tokens in the last page counted from 0",
-        where=f"{_PLAN}:page_arrays",
-        old="(counts - (counts > 0)) * page",
-        new="counts * page",
+        where=f"{_PLAN}:PageArrays.last",
+        old="(counts - (counts > 0)) * self._page",
+        new="counts * self._page",
         names=("mask", "tree"),
     ),
     Mutant(
         name="flashinfer: cumulative lengths for plain ones",
-        where=f"{_PLAN}:page_arrays",
-        old="torch.from_numpy(tokens)",
-        new='torch.from_numpy(tokens.cumsum(dtype="int32"))',
+        where=f"{_PLAN}:PageArrays.__init__",
+        old="torch.from_numpy(self._tokens)",
+        new='torch.from_numpy(self._tokens.cumsum(dtype="int32"))',
         names=("extend", "mixed", "verify", "chunk"),
     ),
     Mutant(
@@ -137,8 +138,30 @@ MUTANTS = (
         name="flashinfer: a wrapper lent to two living plans",
         where=f"{_LEASE}:Wrappers.take",
         old="return free.pop() if free else self._make(kind, {})",
-        new="self._free.setdefault(kind, free or [self._make(kind, {})])\n    return self._free[kind][0]",
+        new="self._free.setdefault((kind, slot), free or [self._make(kind, {})])\n"
+        "    return self._free[kind, slot][0]",
         names=("several-plans", "layers"),
+    ),
+    Mutant(
+        name="flashinfer: planned again for the lengths before",
+        where=f"{_NATIVE}:_plan",
+        old="args[at] = pages.indptr",
+        new="args[at] = pages.indptr if args[at] is None else args[at]",
+        names=("several-plans", "steps", "decode"),
+    ),
+    Mutant(
+        name="flashinfer: planned again over the tables before",
+        where=f"{_NATIVE}:DecodeAgain.plan",
+        old="if table is not None:",
+        new="if False:",
+        names=("several-plans", "steps", "decode"),
+    ),
+    Mutant(
+        name="flashinfer: planned again for another batch size",
+        where=f"{_NATIVE}:DecodeAgain.plan",
+        old="if known.shape != shape:",
+        new="if False:",
+        names=("several-plans", "steps", "decode"),
     ),
     Mutant(
         name="flashinfer: packed masks at offsets of bytes",

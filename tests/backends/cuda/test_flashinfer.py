@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,7 +170,11 @@ def test_a_step_that_stored_its_keys_reads_the_table(calls: Calls) -> None:
     assert [role for role, *_ in calls.of("run")] == ["paged"]
 
 
-def test_captured_shapes_are_planned_again_in_place(calls: Calls) -> None:
+@pytest.mark.parametrize("version", ["0.7.2.post1", "0.6.4"])
+def test_captured_shapes_are_planned_again_in_place(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(sys.modules["flashinfer"], "__version__", version)
     setting = Setting([spec()])
     backend = setting.backend
     backend.init_cuda_graph_state(anyattn.Limits(4, 96, 64, 8))
@@ -186,7 +191,8 @@ def test_captured_shapes_are_planned_again_in_place(calls: Calls) -> None:
         backend.init_forward_metadata_in_graph(plan)
         assert torch.equal(setting.run(later, plan=plan), fresh.run(fresh.decode(*lens)))
         assert plan.tables[TableGroup()].indices.data_ptr() == address
-    assert sum(wrapper is made[0][1] for _, wrapper, _, _ in calls.of("plan")) == 3
+    planned = sum(wrapper is made[0][1] for _, wrapper, _, _ in calls.of("plan"))
+    assert planned == (3 if version == "0.6.4" else 1), "natively where the call is known"
     setting.run(setting.decode(5, 6))
     assert calls.of("make")[-1][3].get("use_cuda_graph") is None, "eager steps have wrappers of their own"
 

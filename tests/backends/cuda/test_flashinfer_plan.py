@@ -10,9 +10,9 @@ from flashinfer_steps import spec  # type: ignore[import-not-found]
 
 from anyattn.backends.cuda.flashinfer_plan import (
     HostArrays,
+    PageArrays,
     accepts,
     merge_fits,
-    page_arrays,
     uses_tensor_cores,
     window_left,
     workspace_bytes,
@@ -81,15 +81,20 @@ FORM = TableForm(TableKind.PAGE_CSR, kernel_page=4)
 NONE = torch.empty(0, dtype=torch.int32)
 
 
+def _lists(pages: PageArrays) -> list[list[int]]:
+    return [pages.indptr.tolist(), pages.last.tolist(), pages.lens.tolist()]
+
+
 def test_host_arrays() -> None:
     host = HostArrays(_plan(ForwardBatch.extend([0, 1, 2], [9, 0, 4], [3, 1, 0], None)))
     assert host.qo_indptr.tolist() == [0, 3, 4, 4]
     assert host.num_tokens == 4
     table = Table(FORM, NONE, NONE)
-    arrays = host.pages(TableGroup(), table)
-    assert [a.tolist() for a in arrays] == [[0, 3, 4, 5], [4, 1, 4], [12, 1, 4]]
+    pages = host.pages(TableGroup(), table)
+    assert _lists(pages) == [[0, 3, 4, 5], [4, 1, 4], [12, 1, 4]]
+    arrays = (pages.indptr, pages.last, pages.lens)
     assert all(a.dtype == torch.int32 and a.is_cpu for a in arrays)
-    assert host.pages(TableGroup(), table)[1] is arrays[1], "once a step"
+    assert host.pages(TableGroup(), table) is pages, "once a step"
 
 
 @pytest.mark.parametrize("group", [TableGroup(window=5), TableGroup(space=Space.ENCODER)])
@@ -97,23 +102,24 @@ def test_what_a_table_lists_is_asked_for_where_it_is_not_everything(group: Table
     host = HostArrays(_plan(ForwardBatch.extend([0, 1], [9, 0], [3, 1], None)))
     table = Table(FORM, NONE, NONE)
     table.__dict__["host"] = HostTable(NONE, torch.tensor([7, 0], dtype=torch.int32))
-    assert [a.tolist() for a in host.pages(group, table)] == [[0, 2, 2], [3, 0], [7, 0]]
+    assert _lists(host.pages(group, table)) == [[0, 2, 2], [3, 0], [7, 0]]
     merged = _plan(ForwardBatch.extend([0, 1], [9, 0], [3, 1], None))
     merged.strategy = Strategy.RAGGED_MERGE
-    assert HostArrays(merged).pages(TableGroup(), table)[2].tolist() == [7, 0], "the cached part alone"
+    lens = HostArrays(merged).pages(TableGroup(), table).lens
+    assert lens.tolist() == [7, 0], "the cached part alone"
 
 
 @pytest.mark.parametrize("page", [1, 3, 16])
 def test_page_arrays(page: int) -> None:
     lens = torch.tensor([0, 1, page, page + 1, 5 * page - 1, 0], dtype=torch.int64)
-    indptr, last, tokens = page_arrays(lens, page)
+    indptr, last, tokens = _lists(PageArrays(lens, page))
     counts = [-(-n // page) for n in lens.tolist()]
-    assert indptr.tolist() == [sum(counts[:i]) for i in range(len(counts) + 1)]
-    assert last.tolist() == [
-        n - (c - 1) * page if n else 0 for n, c in zip(lens.tolist(), counts, strict=True)
-    ]
-    assert tokens.tolist() == lens.tolist()
-    assert tokens.data_ptr() != lens.data_ptr(), "the batch's own lengths are nobody's to keep"
+    assert indptr == [sum(counts[:i]) for i in range(len(counts) + 1)]
+    rows = zip(lens.tolist(), counts, strict=True)
+    assert last == [n - (c - 1) * page if n else 0 for n, c in rows]
+    assert tokens == lens.tolist()
+    same = lens.to(torch.int32)
+    assert PageArrays(same, page).lens.data_ptr() != same.data_ptr(), "nobody keeps the batch's own lengths"
 
 
 def test_encoder_lengths_are_asked_for_on_the_host() -> None:
