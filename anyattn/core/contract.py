@@ -30,6 +30,7 @@ from anyattn.core.layer_checks import (
 )
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.metadata.compiler import MetadataCompiler
+from anyattn.core.metadata.eager import EagerPlans
 from anyattn.core.metadata.segments import SegmentMetadata
 from anyattn.core.mla_inputs import as_whole
 from anyattn.core.mla_step import MLAPlanner
@@ -37,9 +38,9 @@ from anyattn.core.plan import Plan
 from anyattn.core.shapes import checked_heads, lse_like, output_like
 from anyattn.core.spec import AttentionKind, Limits
 from anyattn.core.step_backend import StepBackend
-from anyattn.core.step_checks import check_served
+from anyattn.core.step_checks import asks_nothing, check_served, declared_traits
 from anyattn.core.strategy import Strategy
-from anyattn.core.traits import Determinism, GraphSupport, HostLengthNeed, Traits
+from anyattn.core.traits import Traits
 from anyattn.errors import FeatureError, GraphError, PlanError
 
 __all__ = ["AttentionBackend", "BackendConfig", "StepBackend"]
@@ -59,6 +60,8 @@ class AttentionBackend(StepBackend):
         self._features = {mode: frozenset(config.row_for(mode).features) for mode in ForwardMode}
         self.owner = next(_owners)
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
+        renews = type(self).renews is not AttentionBackend.renews
+        self._eager = EagerPlans(self.compiler, usable=renews)
         self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
         self._segments: SegmentMetadata | None = None
@@ -79,20 +82,15 @@ class AttentionBackend(StepBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         """Eager preparation in memory of its own: such plans never touch what a graph reads."""
-        plan = self._prepare(batch, None, in_capture=False)
+        plan = self._eager.renewed(batch, self._check_batch, self.renews)
+        if plan is None:
+            plan = self._eager.kept(self._prepare(batch, None, in_capture=False))
         self.init_forward_metadata_in_graph(plan)
         return plan
 
     def traits(self, mode: ForwardMode) -> Traits:
         """From the capability row; an adapter overrides what a row cannot say."""
-        row = self.config.row_for(mode)
-        return Traits(
-            host_lengths=HostLengthNeed(row.host_lengths),
-            graph=GraphSupport(row.graph),
-            determinism=Determinism(row.determinism),
-            ragged_verify=Feature.RAGGED_VERIFY in row.features,
-            tolerates_nan_tail=row.tolerates_nan_tail,
-        )
+        return declared_traits(self.config.row_for(mode))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, *, in_capture: bool = False, captured: Plan | None = None
@@ -117,8 +115,7 @@ class AttentionBackend(StepBackend):
         return self._prepare(batch, buffers, in_capture)
 
     def _prepare(self, batch: ForwardBatch, buffers: StepBuffers | None, in_capture: bool) -> Plan:
-        traits = self._traits_of(batch.forward_mode)
-        self._check_batch(batch, traits)
+        traits = self._check_batch(batch)
         # Layers that share KV pass none of their own: they read everything through the table.
         # A graph is one strategy: the one that serves every split of a request into cached and new.
         paged = self._shares_kv or in_capture
@@ -133,8 +130,7 @@ class AttentionBackend(StepBackend):
 
     def _refresh(self, captured: Plan, batch: ForwardBatch) -> Plan:
         """Before a replay: the batch's values at the captured addresses."""
-        traits = self._traits_of(batch.forward_mode)
-        self._check_batch(batch, traits)
+        traits = self._check_batch(batch)
         self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.replan(captured)
@@ -150,6 +146,12 @@ class AttentionBackend(StepBackend):
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Family-specific host planning; results go to `plan.private`. Default: none."""
+
+    def renews(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """`plan.private` of an earlier decode step, which nobody holds any more, is right for `batch`, of the
+        same shape, too. By default it isn't known to be, and such plans are made anew.
+        """
+        return False
 
     def replan(self, plan: Plan) -> None:
         """Before a replay: whatever of `plan.private` depends on lengths, at its captured addresses.
@@ -176,12 +178,12 @@ class AttentionBackend(StepBackend):
         assert self._segments is not None
         self._segments.refresh(captured, batch)
 
-    def _check_batch(self, batch: ForwardBatch, traits: Traits) -> None:
-        need = traits.host_lengths
-        if batch.forward_mode is ForwardMode.DECODE and batch.mask is None and need is HostLengthNeed.NONE:
-            return  # nothing is asked of such a step
-        for feature, who in check_served(batch, traits, self.config.name, self.config.limits):
-            self._require(feature, batch.forward_mode, who)
+    def _check_batch(self, batch: ForwardBatch) -> Traits:
+        traits = self._traits_of(batch.forward_mode)
+        if not asks_nothing(batch, traits):
+            for feature, who in check_served(batch, traits, self.config.name, self.config.limits):
+                self._require(feature, batch.forward_mode, who)
+        return traits
 
     # -- compute -------------------------------------------------------------------------------------
 

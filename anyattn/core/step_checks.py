@@ -5,14 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
-from anyattn.core.capabilities import Feature
+from anyattn.core.capabilities import CapabilityRow, Feature
 from anyattn.core.masks import VerifyMask
 from anyattn.core.metadata.drafts import check_drafts, is_ragged
 from anyattn.core.spec import Limits
-from anyattn.core.traits import HostLengthNeed, MixedSupport, Traits
+from anyattn.core.traits import Determinism, GraphSupport, HostLengthNeed, MixedSupport, Traits
 from anyattn.errors import FeatureError, HostLengthError
 
-__all__ = ["check_served"]
+__all__ = ["asks_nothing", "check_served", "declared_traits"]
+
+
+def declared_traits(row: CapabilityRow) -> Traits:
+    """What a capability row says of a mode."""
+    return Traits(
+        host_lengths=HostLengthNeed(row.host_lengths),
+        graph=GraphSupport(row.graph),
+        determinism=Determinism(row.determinism),
+        ragged_verify=Feature.RAGGED_VERIFY in row.features,
+        tolerates_nan_tail=row.tolerates_nan_tail,
+    )
+
+
+def asks_nothing(batch: ForwardBatch, traits: Traits) -> bool:
+    """`check_served` would find nothing to ask of the backend: decode without a mask, any lengths."""
+    return (
+        batch.forward_mode is ForwardMode.DECODE
+        and batch.mask is None
+        and traits.host_lengths is HostLengthNeed.NONE
+    )
 
 
 def check_served(

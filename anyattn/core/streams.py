@@ -27,14 +27,20 @@ class EventRecorder:
         """An event that nothing was marked with."""
         return torch.get_device_module(self._device).Event()
 
+    def handle(self) -> int:
+        """The current stream of a CUDA device: equal as long as it is the same one."""
+        if self._raw is None:
+            return int(torch.cuda.current_stream(self._device).cuda_stream)
+        if self._index is None:
+            self._index = torch.cuda.current_device()
+        return int(self._raw(self._index))
+
     def record(self, event: Any) -> None:
         """Mark the work given to the current stream so far."""
         if self._raw is None:
             event.record()
             return
-        if self._index is None:
-            self._index = torch.cuda.current_device()
-        handle = self._raw(self._index)
+        handle = self.handle()
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = torch.cuda.current_stream(self._index)

@@ -8,20 +8,22 @@ from functools import partial
 import torch
 
 from anyattn.backends.portable.triton_repeats import DecodeRepeats
-from anyattn.core.batch import ForwardMode
+from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.known_layer import PlainCall
+from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
+from anyattn.core.metadata.extent import max_kv_len
 from anyattn.core.plan import Plan
 from anyattn.core.spec import AttentionKind
 from anyattn.core.strategy import Strategy, choose_strategy
 from anyattn.core.traits import Determinism, KVRead, SharedReadEnds, Traits
 from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
-from anyattn.kernels.triton.configs import Extend, choose_decode, choose_extend
+from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_of_two
 from anyattn.kernels.triton.decode_launch import DecodeStep, decode, fill_ranges, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
@@ -37,6 +39,7 @@ _EVEN = 0.9  # of the longest, on average
 class _Step:
     """`Plan.private`: per plan group, what all of its layers share."""
 
+    pool: KVPool
     decode: dict[PlanGroup, DecodeStep] = field(default_factory=dict)
     extend: dict[PlanGroup, Extend] = field(default_factory=dict)
     fresh: bool = False
@@ -78,6 +81,7 @@ class TritonAttention(AttentionBackend):
             for group, num_q in config.groups.max_q_heads.items()
         }
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
+        self._chosen: dict[tuple[int, kernels.Heads, int, bool, bool, torch.dtype], Decode] = {}
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the live request table; new tokens are attended to as given, except in decode."""
@@ -94,41 +98,71 @@ class TritonAttention(AttentionBackend):
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
         """Tiles, ranges and workspace: functions of shapes and bounds, never of device values."""
-        step = _Step(fresh=self._all_new(plan, in_capture))
-        itemsize = max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
+        step = _Step(self.pool, fresh=self._all_new(plan, in_capture))
+        itemsize = self._itemsize()
         for group, heads in self._heads.items():
             dim = max(heads.dim, heads.v_dim)
             if self._invariant:
                 step.extend[group] = choose_extend(_ANY_ROWS, dim, itemsize, self._arch)
                 continue
             if plan.key.mode is ForwardMode.DECODE and group.table.kind is not AttentionKind.ENCODER_ONLY:
-                step.decode[group] = self._decode_step(plan, group, heads, itemsize, in_capture)
+                step.decode[group] = self._decode_step(plan, group, heads, in_capture)
             rows = max(1, plan.max_q_len) * heads.group
             step.extend[group] = choose_extend(power_of_two(rows), dim, itemsize, self._arch)
         plan.private = step
 
     def _decode_step(
-        self, plan: Plan, group: PlanGroup, heads: kernels.Heads, itemsize: int, in_capture: bool
+        self, plan: Plan, group: PlanGroup, heads: kernels.Heads, in_capture: bool
     ) -> DecodeStep:
         table, run = plan.tables[group.table], self.config.form.kernel_page
-        source, window, bound = self.table.req_to_token, group.table.window, plan.max_kv_len
+        source, window = self.table.req_to_token, group.table.window
         if group.table.space is Space.ENCODER:
             assert self.table.encoder_to_token is not None
             source, window = self.table.encoder_to_token, None
-            bound = source.shape[1]
-        elif window is not None:
-            bound = min(bound, window + run)  # a trimmed table begins at a page
-        elements = self.pool.num_pages * self.pool.page_size * heads.num_kv * max(heads.dim, heads.v_dim)
-        far = elements >= 1 << 31
-        tiles = choose_decode(
-            max(1, plan.key.num_requests), kernels.decode_programs(heads), power_of_two(bound),
-            max(heads.dim, heads.v_dim),
-            itemsize, self._arch, self._units, heads=heads.block, kv_itemsize=self.pool.kv_dtype.itemsize,
-            even=not far and _even(plan, group, in_capture), scattered=far or run == 1,
-        )  # fmt: skip
+        tiles = self._tiles(plan.batch, plan.max_kv_len, group, heads, in_capture)
         return DecodeStep.of(
             source, plan.req_pool_indices, table.kv_start, table.kv_lens, window, run, heads, tiles
         )
+
+    def _tiles(
+        self, batch: ForwardBatch, longest: int, group: PlanGroup, heads: kernels.Heads, in_capture: bool
+    ) -> Decode:
+        """Those for requests of up to `longest` tokens; the same object for the same choice."""
+        run, window, bound = self.config.form.kernel_page, group.table.window, longest
+        if group.table.space is Space.ENCODER:
+            assert self.table.encoder_to_token is not None
+            bound = self.table.encoder_to_token.shape[1]
+        elif window is not None:
+            bound = min(bound, window + run)  # a trimmed table begins at a page
+        requests, bound = max(1, batch.batch_size), power_of_two(bound)
+        dim = max(heads.dim, heads.v_dim)
+        far = self.pool.num_pages * self.pool.page_size * heads.num_kv * dim >= 1 << 31
+        even = not far and _even(batch, group, in_capture)
+        known = (requests, heads, bound, even, far, self.pool.kv_dtype)
+        tiles = self._chosen.get(known)
+        if tiles is None:
+            tiles = self._chosen[known] = choose_decode(
+                requests, kernels.decode_programs(heads), bound, dim, self._itemsize(),
+                self._arch, self._units, heads=heads.block, kv_itemsize=self.pool.kv_dtype.itemsize,
+                even=even, scattered=far or run == 1,
+            )  # fmt: skip
+        return tiles
+
+    def _itemsize(self) -> int:
+        return max(self.pool.dtype.itemsize, self.pool.kv_dtype.itemsize)
+
+    def renews(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """Where the same tiles are chosen for it, of the same pool and request table."""
+        step: _Step = plan.private
+        source = self.table.req_to_token
+        if step.pool is not self.pool:
+            return False
+        longest = max_kv_len(batch, self.table.max_context)
+        for group, each in step.decode.items():
+            tiles = self._tiles(batch, longest, group, each.heads, in_capture=False)
+            if tiles is not each.tiles or each.source is not source:
+                return False
+        return True
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:  # anyattn: in-graph
         """Tables, then how decode deals them out."""
@@ -232,15 +266,18 @@ class TritonAttention(AttentionBackend):
         return _Layer(layer, cache, heads, *variants)
 
 
-def _even(plan: Plan, group: PlanGroup, in_capture: bool) -> bool:
+def _even(batch: ForwardBatch, group: PlanGroup, in_capture: bool) -> bool:
     """Requests are sure to be about equally long, in every step that the plan serves."""
-    exact = plan.batch.exact
-    if plan.key.num_requests == 1:
+    exact, requests = batch.exact, batch.batch_size
+    if requests == 1:
         return True
     if in_capture or exact is None or group.table.space is Space.ENCODER:
         return False
-    lens = exact.seq_lens if group.table.window is None else exact.seq_lens.clamp(max=group.table.window)
-    return int(lens.sum()) >= _EVEN * int(lens.max()) * plan.key.num_requests
+    lens, longest = exact.seq_lens, exact.longest
+    window = group.table.window
+    if window is not None and longest > window:
+        lens, longest = lens.clamp(max=window), window
+    return int(lens.sum()) >= _EVEN * longest * requests
 
 
 def _offsets(lens: torch.Tensor | None) -> torch.Tensor:

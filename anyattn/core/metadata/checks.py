@@ -11,7 +11,7 @@ from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.plan import Plan
 from anyattn.errors import BatchError, GraphError
 
-__all__ = ["check_host", "check_same_shape", "check_values"]
+__all__ = ["check_host", "check_same_shape", "check_values", "same_shape"]
 
 
 def check_host(batch: ForwardBatch, table: RequestTable, rows: RowCheck, slots: SlotCheck) -> None:
@@ -113,14 +113,10 @@ def _check_verify_mask(batch: ForwardBatch, mask: VerifyMask) -> None:
         )
 
 
-def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
-    """`batch` can take the place of the one that `plan` was captured with.
-
-    Raises:
-        GraphError: another mode, number of requests or tokens, or other optional fields.
-    """
+def same_shape(plan: Plan, batch: ForwardBatch) -> bool:
+    """`batch` has the mode, the numbers of requests and tokens, and the fields that `plan` was made for."""
     key, was = plan.key, plan.batch
-    if (
+    return (
         batch.forward_mode is key.mode
         and batch.batch_size == key.num_requests
         and batch.num_tokens == key.num_tokens
@@ -129,7 +125,17 @@ def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
         and (batch.encoder_lens is None) is (was.encoder_lens is None)
         and (batch.encoder_out_cache_loc is None) is (was.encoder_out_cache_loc is None)
         and type(batch.mask) is type(was.mask)
-    ):
+    )
+
+
+def check_same_shape(plan: Plan, batch: ForwardBatch) -> None:
+    """`batch` can take the place of the one that `plan` was captured with.
+
+    Raises:
+        GraphError: another mode, number of requests or tokens, or other optional fields.
+    """
+    key, was = plan.key, plan.batch
+    if same_shape(plan, batch):
         return
     for name, asked, allowed in (
         ("mode", batch.forward_mode.value, key.mode.value),

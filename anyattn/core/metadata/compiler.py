@@ -19,7 +19,7 @@ from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
 from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, StepStorage
-from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
+from anyattn.core.metadata.checks import check_host, check_same_shape, check_values, same_shape
 from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
@@ -131,6 +131,29 @@ class MetadataCompiler:
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
 
+    def renew(self, plan: Plan, batch: ForwardBatch) -> None:
+        """`refresh` for a plan of an eager step: its bounds become the batch's, too. See `fits`.
+
+        Raises:
+            BatchError: as `prepare`.
+        """
+        self.refresh(plan, batch)
+        plan.max_kv_len = max_kv_len(batch, self.table.max_context)
+
+    def fits(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """`renew` would leave in a plan (one that `eager.layout_of` has found plain) what `prepare` makes."""
+        if plan.uploaded is None or not same_shape(plan, batch):
+            return False
+        for value in plan.uploaded.read(batch):
+            if not value.is_cpu:
+                return False
+        for table in plan.tables.values():
+            if table.block_table is not None:
+                pages = -(-max_kv_len(batch, self.table.max_context) // table.form.kernel_page)
+                if table.block_table.shape[1] != _width(pages, table.form):
+                    return False
+        return True
+
     def fill(self, plan: Plan) -> None:  # anyattn: in-graph
         """Device half: static shapes, no host sync; may be recorded in a graph."""
         if self.filler is None or plan.strategy is Strategy.RAGGED_MERGE:
@@ -229,13 +252,18 @@ class MetadataCompiler:
             mirrors=extent.mirrors,
         )
         if form.kind is TableKind.BLOCK_TABLE:
-            width = max(1, -(-extent.widest // form.width_multiple)) * form.width_multiple
-            table.block_table = take(f"block_table.{index}", (rows, width), form.index_dtype)
+            shape = (rows, _width(extent.widest, form))
+            table.block_table = take(f"block_table.{index}", shape, form.index_dtype)
         elif form.kind is not TableKind.REQUEST_TABLE:
             table.indptr = take(f"indptr.{index}", (rows + 1,), torch.int32)
             table.indices = take(f"indices.{index}", (extent.entries + form.index_slack,), form.index_dtype)
             table.last_page_len = take(f"last_page_len.{index}", (rows,), torch.int32)
         return table
+
+
+def _width(pages: int, form: TableForm) -> int:
+    """Columns of a block table whose longest row has so many pages."""
+    return max(1, -(-pages // form.width_multiple)) * form.width_multiple
 
 
 def _vectors(batch: ForwardBatch) -> tuple[list[Field], list[torch.Tensor]]:

@@ -30,7 +30,8 @@ class RowCheck:
         if read is None:
             if len(self._read) >= _KEPT:
                 self._read.clear()
-            read = self._read[count] = torch.empty(count, dtype=torch.uint8)
+            with torch.inference_mode(False):  # written to inside of it and outside
+                read = self._read[count] = torch.empty(count, dtype=torch.uint8)
         try:
             torch.index_select(self._rows, 0, rows, out=read)
         except IndexError:
@@ -92,7 +93,8 @@ class SlotCheck:
         plain = self._plain
         if not self._notes.shape[0]:
             # The second half is never written to: it costs addresses, no memory.
-            self._notes = torch.zeros(2 * self._total, dtype=torch.int32)
+            with torch.inference_mode(False):  # written to inside of it and outside
+                self._notes = torch.zeros(2 * self._total, dtype=torch.int32)
             notes = self._notes if plain else self._notes.numpy()
             self._views = notes[: self._total], notes, notes[: self._first]
         if self._order.shape[0] < count:

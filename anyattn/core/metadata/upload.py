@@ -15,6 +15,7 @@ __all__ = ["Part", "UploadLayout", "Uploader"]
 
 _ALIGN = 2  # int64 entries: keeps every packed vector 16-byte aligned
 _SLOTS = 4  # staging buffers in flight before one is reused
+_IN_PLACE = -1  # number of the region itself, where nothing has to be staged
 _KEPT = 512  # views kept of one staging buffer
 
 Part = tuple[int, torch.Tensor, torch.dtype]
@@ -50,6 +51,8 @@ class UploadLayout:
         """`read(batch)`: its vectors."""
         self._places = [(at, length, dtype) for _, at, length, dtype in fields]
         self._placed: dict[int, tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]] = {}
+        if region.is_cpu:
+            self.placed(_IN_PLACE, region)
 
     def placed(self, number: int, memory: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Views of `memory` for the vectors, and for all that is copied. `number`: of the memory."""
@@ -91,7 +94,7 @@ class Uploader:
         """As `send`, for the vectors (on the host) of another batch of the same layout."""
         region = layout.region
         if self._on_cpu:
-            torch._foreach_copy_(layout.placed(-1, region)[0], vectors)
+            torch._foreach_copy_(layout.placed(_IN_PLACE, region)[0], vectors)
             return
         number = self._next
         staging = self._staging(region.shape[0])
@@ -124,7 +127,8 @@ class Uploader:
         if slot is not None:
             slot.copied.synchronize()  # its last copy: long done, unless the host is _SLOTS steps ahead
         if slot is None or slot.memory.shape[0] < nbytes:
-            memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
+            with torch.inference_mode(False):  # written to inside of it and outside
+                memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
             slot = _Staging(memory, self._events.new_event())
             self._ring[self._next] = slot
         self._next = (self._next + 1) % _SLOTS

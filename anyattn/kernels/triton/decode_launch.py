@@ -85,7 +85,9 @@ class DecodeStep:
             rows += -(-rows * decode_programs(heads) // FIELDS)
         ranges = torch.empty(rows, FIELDS, dtype=torch.int32, device=source.device)
         work = pieces(req_rows.shape[0], heads, tiles, source.device)
-        return DecodeStep(source, req_rows, kv_start, kv_lens, window, run, heads, tiles, ranges, work)
+        made = DecodeStep(source, req_rows, kv_start, kv_lens, window, run, heads, tiles, ranges, work)
+        _ = made.fixed  # holds the tensors from the first on: who else does can be counted
+        return made
 
 
 def pieces(rows: int, heads: Heads, tiles: Decode, device: torch.device) -> Pieces | None:

@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         name="fewer host lengths declared than needed",
-        where=f"{_CONTRACT}.traits",
+        where="anyattn.core.step_checks:declared_traits",
         old="host_lengths=HostLengthNeed(row.host_lengths)",
         new="host_lengths=HostLengthNeed.NONE",
         names=("host-lengths",),
