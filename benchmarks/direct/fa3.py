@@ -38,11 +38,11 @@ def fa3(stage: Stage) -> Recipe:
     options: dict[str, Any] = {"cache_seqlens": stage.lens, "page_table": stage.pages, "causal": True}
 
     longest = stage.pages.shape[1] * stage.page  # what the kernel takes a table's width for
+    lens = [stage.lens, *(each.int().to(stage.device) for each in stage.host_lens[1:])]
 
     def plan(step: int) -> object:
-        lens = stage.lens if step == 0 else stage.host_lens[step].int().to(stage.device, non_blocking=True)
         return library.get_scheduler_metadata(
-            shape.requests, 1, longest, shape.num_q, shape.num_kv, shape.dim, lens,
+            shape.requests, 1, longest, shape.num_q, shape.num_kv, shape.dim, lens[step],
             qkv_dtype=shape.dtype, page_size=stage.page, causal=True,
         )  # fmt: skip
 

@@ -114,6 +114,9 @@ def test_limits_of_a_call(fields: dict[str, float], ok: bool) -> None:
         (prepared("torch_native", copies=2.0, host_us=900.0), 0),
         (prepared("flashinfer", host_us=200.0, own_plan_us=190.0, plan_ratio=1.05), 0),
         (prepared("flashinfer", host_us=200.0, own_plan_us=160.0, plan_ratio=1.25), 1),
+        (prepared("fa3", host_us=99.0, own_plan_us=49.0, plan_ratio=2.02), 0),
+        (prepared("fa3", host_us=110.0, own_plan_us=49.0, plan_ratio=2.24), 1),
+        (prepared("fa3", host_us=61.0), 1),
         (prepared(host_us=61.0, judged=False), 0),
     ],
 )

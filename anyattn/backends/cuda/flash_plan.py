@@ -20,6 +20,7 @@ from anyattn.core.traits import Determinism
 
 __all__ = ["FlashPlanner", "FlashStep", "GroupCall"]
 
+_KEPT = 256  # shapes of decode steps whose calls are kept
 _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 
 
@@ -44,6 +45,54 @@ class GroupCall:
 
     def __post_init__(self) -> None:
         self.scheduled = self.scheduled or self.arguments
+
+
+@dataclass(frozen=True, eq=False)
+class _DecodeCall:
+    """The call of a group in every decode step of one shape, without the step's tensors.
+
+    `places`, `schedule_places`: arguments that hold the block table (0), its lengths (1), query offsets (2).
+    """
+
+    function: FlashFunction
+    arguments: dict[str, Any]
+    causal: bool
+    places: tuple[tuple[str, int], ...]
+    schedule: dict[str, Any] | None
+    schedule_places: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(call: GroupCall, table: Table, offsets: torch.Tensor) -> _DecodeCall | None:
+        """From the first step's; None if it holds tensors that aren't of the step."""
+        tensors = (table.blocks, table.kv_lens, offsets)
+
+        def places(given: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+            return tuple(
+                (name, i) for name, value in given.items() for i, x in enumerate(tensors) if value is x
+            )
+
+        def without(given: dict[str, Any]) -> dict[str, Any]:
+            return {name: None if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+        schedule = call.schedule or {}
+        given = [x for x in (*call.arguments.values(), *schedule.values()) if isinstance(x, torch.Tensor)]
+        own, planned = places(call.arguments), places(schedule)
+        if len(given) != len(own) + len(planned):
+            return None
+        left = None if call.schedule is None else without(schedule)
+        return _DecodeCall(call.function, without(call.arguments), call.causal, own, left, planned)
+
+    def over(self, table: Table, offsets: torch.Tensor) -> GroupCall:
+        """The call of another step."""
+        tensors = (table.blocks, table.kv_lens, offsets)
+        arguments, schedule = self.arguments.copy(), self.schedule
+        for name, i in self.places:
+            arguments[name] = tensors[i]
+        if schedule is not None:
+            schedule = schedule.copy()
+            for name, i in self.schedule_places:
+                schedule[name] = tensors[i]
+        return GroupCall(self.function, arguments, table, self.causal, schedule)
 
 
 @dataclass(eq=False)
@@ -75,11 +124,16 @@ class FlashPlanner:
         self._may_skip_pool = exact and not (latent or invariant)
         self._key_dtype = config.pool.kv_dtype if is_fp8(config.pool.kv_dtype) else config.dtype
         self._held: dict[PlanGroup, torch.Tensor] = {}
+        self._decodes: dict[tuple[int, int, int], _DecodeCall] = {}
 
     def step(self, plan: Plan, *, in_capture: bool) -> FlashStep:
         """Host half: arguments, from shapes and bounds."""
-        calls = [self._call(plan, g, in_capture=in_capture) for g in self.config.groups.plan_groups]
         decode, exact = plan.key.mode is ForwardMode.DECODE, plan.batch.exact
+        groups = self.config.groups.plan_groups
+        if decode and not in_capture and plan.mask_cells is None:
+            calls = [self._decode(plan, index, group) for index, group in enumerate(groups)]
+        else:
+            calls = [self._call(plan, group, in_capture=in_capture) for group in groups]
         known = exact is not None and not (in_capture or decode)
         rows = int(exact.extend_lens.sum()) if known and exact is not None else plan.key.num_tokens
         return FlashStep(calls, rows, clear=in_capture and not decode)
@@ -92,6 +146,23 @@ class FlashPlanner:
             drafts = self.config.limits.max_draft_tokens if verifies else plan.key.num_tokens
             longest = max(longest, min(drafts, plan.key.num_tokens))
         return max(1, longest)
+
+    def _decode(self, plan: Plan, index: int, group: PlanGroup) -> GroupCall:
+        """As `_call`. Of a decode step nothing but tensors changes while its shape stays."""
+        table = plan.tables.get(group.table)
+        if table is None:
+            return self._call(plan, group, in_capture=False)
+        key = (index, plan.key.num_requests, _widest(table))
+        known = self._decodes.get(key)
+        if known is not None:
+            return known.over(table, plan.query_offsets)
+        call = self._call(plan, group, in_capture=False)
+        kept = _DecodeCall.of(call, table, plan.query_offsets)
+        if kept is not None:
+            if len(self._decodes) >= _KEPT:
+                self._decodes.clear()
+            self._decodes[key] = kept
+        return call
 
     def _call(self, plan: Plan, group: PlanGroup, *, in_capture: bool) -> GroupCall:
         kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
