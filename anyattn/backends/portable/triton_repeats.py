@@ -99,7 +99,7 @@ class DecodeRepeats:
             run(grid, 1, 1, stream, *front, out_at, None, sinks_at, *middle, *merging.values, *last)
         return out
 
-    def _find(self, step: DecodeStep, device: int, *strides: tuple[int, int, int]) -> tuple[Any, ...] | None:
+    def _find(self, step: DecodeStep, device: int, *strides: tuple[int, ...]) -> tuple[Any, ...] | None:
         """What the ordinary path started for a step dealt out alike and tensors of these strides."""
         heads = self._heads
         per_head = all(len(each) == 3 and each[2] == 1 for each in strides)
