@@ -141,13 +141,13 @@ def profile(engine: Engine, name: str, context: int, requests: int, steps: int) 
         engine.add([draw.randrange(200) for _ in range(context)], answer)
     while engine.scheduler.waiting or any(r.prefilling for r in engine.scheduler.running):
         engine.step()
-    for _ in range(steps):
+    for _ in range(steps):  # clocks settle after the prefill
         engine.step()
-    walls = [_seconds(engine.step) for _ in range(steps)]
     with _phases(engine) as phases:
         for _ in range(steps // 2):
             engine.step()
     busy, kinds, kernels = _device(engine, max(2, steps // 4))
+    walls = [_seconds(engine.step) for _ in range(steps)]
     return Profile(
         name, requests, context, engine.decision.decode.backend, engine.graphs_note,
         bool(engine.config.run_ahead), statistics.median(walls), busy, kinds,

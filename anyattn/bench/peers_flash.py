@@ -46,16 +46,10 @@ def _window(cell: Cell) -> tuple[int, int]:
     return (-1, -1) if cell.window is None else (cell.window - 1, 0)
 
 
-def _query(field: Field) -> torch.Tensor:
-    """8-bit K and V want 8-bit queries."""
-    cell = field.cell
-    return field.q.to(cell.torch_kv_dtype) if cell.torch_kv_dtype.itemsize == 1 else field.q
-
-
 def _paged(field: Field, *, page: int, offsets: bool = False, splits: int = 0) -> Entrant:
     import flash_attn_interface as fa3  # type: ignore[import-not-found,unused-ignore]
 
-    scene, cell, q = field.paged(page), field.cell, _query(field)
+    scene, cell, q = field.paged(page), field.cell, field.q
     k, v = scene.pool.key_cache(0), scene.pool.value_cache(0)
     each = cell.news[0]
     rectangular = len(set(cell.news)) == 1 and each <= 64 and not offsets
@@ -69,11 +63,15 @@ def _paged(field: Field, *, page: int, offsets: bool = False, splits: int = 0) -
     if hasattr(fa3, "get_scheduler_metadata"):
         options["scheduler_metadata"] = _schedule(fa3, scene, rectangular, splits)
 
+    narrow = cell.torch_kv_dtype.itemsize == 1
+
     def make(copy: int) -> Callable[[], torch.Tensor]:
         table = scene.pages[copy].contiguous()
 
         def run() -> torch.Tensor:
-            out: torch.Tensor = fa3.flash_attn_with_kvcache(q, k, v, page_table=table, **options)
+            # 8-bit K and V want 8-bit queries, which a model doesn't give: engines convert them in every layer.
+            query = q.to(cell.torch_kv_dtype) if narrow else q
+            out: torch.Tensor = fa3.flash_attn_with_kvcache(query, k, v, page_table=table, **options)
             return out
 
         return run

@@ -21,14 +21,14 @@ _PAGE = 64
 
 def flashmla(cell: Cell) -> list[Contender]:
     """`flash_mla_with_kvcache` on pages of 64."""
-    return [Contender("flashmla", "peer", _flashmla)] if cell.step == "decode" else []
+    return [Contender("FlashMLA", "peer", _flashmla)] if cell.step == "decode" else []
 
 
 def flashinfer(cell: Cell) -> list[Contender]:
     """`BatchMLAPagedAttentionWrapper` with each inner kernel."""
     if cell.step != "decode":
         return []
-    return [Contender(f"flashinfer MLA ({i})", "peer", partial(_wrapper, inner=i)) for i in ("fa3", "fa2")]
+    return [Contender(f"FlashInfer MLA, {i}", "peer", partial(_wrapper, inner=i)) for i in ("fa3", "fa2")]
 
 
 def _flashmla(field: Field) -> Entrant:

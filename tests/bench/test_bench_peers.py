@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from anyattn import api
 from anyattn.bench import peers_flash, peers_flashinfer, peers_mla
 from anyattn.bench.cells import Cell
 from anyattn.bench.contender import Contender
@@ -62,11 +63,13 @@ def test_dense_peers(name: str, library: str, make: Callable[[Cell], list[Conten
 
 
 def test_names_are_unique_in_a_mode() -> None:
-    for cell in CELLS.values():
-        contenders = [*peers_flash.contenders(cell), *peers_flashinfer.contenders(cell)]
+    ours = api.registry().names()
+    for cell in (*CELLS.values(), LATENT):
+        dense_ones = [*peers_flash.contenders(cell), *peers_flashinfer.contenders(cell)]
+        latent = [*peers_mla.flashmla(cell), *peers_mla.flashinfer(cell)]
         for mode in ("graph", "eager"):
-            names = [c.name for c in contenders if mode in c.modes]
-            assert len(set(names)) == len(names)
+            names = [c.name for c in (latent if cell.mla else dense_ones) if mode in c.modes]
+            assert len({*names, *ours}) == len(names) + len(ours), names
 
 
 @pytest.mark.parametrize(
