@@ -240,13 +240,14 @@ FA4_DENSE_ROWS = (
     ),
     *_fa4(
         architectures=arch.SM90,
-        head_dims=HeadDims(minimum=8, maximum=256, multiple=8),
+        head_dims=HeadDims(minimum=32, maximum=256, multiple=32),
         pages=ANY_PAGE,
         form=block_table(),
         features=(*_PLAIN, *_ENCODER, Feature.LOGIT_CAP, Feature.SINKS),
         degraded="no split-KV on SM90: small batches leave most SMs idle",
         method="paged varlen",
-        source="vendor-apis §3; flash_attn/cute/interface.py of 4.0.0b36",
+        source="vendor-apis §3; flash_attn/cute/interface.py of 4.0.0b36. On an H200 D 8 on small pages is "
+        "refused inside the call (irregular head dim), and D 80 with a mask gave wrong numbers",
     ),
 )
 
