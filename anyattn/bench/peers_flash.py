@@ -69,7 +69,7 @@ def _paged(field: Field, *, page: int, offsets: bool = False, splits: int = 0) -
         table = scene.pages[copy].contiguous()
 
         def run() -> torch.Tensor:
-            # 8-bit K and V want 8-bit queries, which a model doesn't give: engines convert them in every layer.
+            # 8-bit K and V want 8-bit queries; models give 16 bits, and engines convert them in every layer.
             query = q.to(cell.torch_kv_dtype) if narrow else q
             out: torch.Tensor = fa3.flash_attn_with_kvcache(query, k, v, page_table=table, **options)
             return out
