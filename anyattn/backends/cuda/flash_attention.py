@@ -12,7 +12,7 @@ from anyattn.backends.cuda.flash_providers import load_flash
 from anyattn.backends.cuda.flash_tree import TreeTables, run_tree
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.catalog.architectures import SM90
-from anyattn.core.batch import ForwardMode
+from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.dtypes import is_fp8
@@ -110,6 +110,10 @@ class FlashAttention(AttentionBackend):
         step = plan.private = self.planner.step(plan, in_capture=in_capture)
         if plan.mask_cells is not None:
             step.tree = self._trees.prepare(plan, self.planner.longest_query(plan, in_capture))
+
+    def renews(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """Calls follow from shapes and the table's width; the schedule is made in every step."""
+        return True
 
     def replan(self, plan: Plan) -> None:
         """Nothing: what a graph was captured with bounds every batch of its shape."""

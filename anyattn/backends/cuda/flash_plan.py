@@ -40,11 +40,11 @@ class GroupCall:
     table: Table | None
     causal: bool
     schedule: dict[str, Any] | None = None
-    scheduled: dict[str, Any] = field(default_factory=dict)
+    scheduled: dict[str, Any] = field(init=False)
     fresh: GroupCall | None = None
 
     def __post_init__(self) -> None:
-        self.scheduled = self.scheduled or self.arguments
+        self.scheduled = self.arguments if self.schedule is None else self.arguments.copy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,8 @@ class FlashPlanner:
         call = GroupCall(function, arguments, table, causal)
         masked = plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS
         if self.library.schedule is not None and not masked:
-            call.schedule = self._schedule(plan, group, table, common, in_capture)
+            schedule = self._schedule(plan, group, table, common, in_capture)
+            call = GroupCall(function, arguments, table, causal, schedule)
         if self._is_fresh(plan, group) and not (masked or in_capture):
             call.fresh = self._ragged(plan, common)
         return call
@@ -240,7 +241,7 @@ class FlashPlanner:
             if call.schedule is not None and schedule is not None:
                 fresh = schedule.call(**call.schedule)
                 settled = self._settled(group, fresh) if stable else fresh
-                call.scheduled = {**call.arguments, call.function.names["metadata"]: settled}
+                call.scheduled[call.function.names["metadata"]] = settled
 
     def _settled(self, group: PlanGroup, fresh: torch.Tensor) -> torch.Tensor:
         """`fresh` in memory of fixed address, with nothing of an earlier step behind it."""

@@ -100,3 +100,28 @@ def test_a_tensor_that_is_not_of_the_step_is_not_kept(monkeypatch: pytest.Monkey
         monkeypatch.setattr(planner, "_call", with_another)
         planner.step(backend.init_forward_metadata(decode(3)), in_capture=False)
         assert not planner._decodes
+
+
+@pytest.mark.parametrize(("name", "host"), BUILDS)
+def test_a_plan_that_nobody_holds_takes_the_next_step(name: str, host: str) -> None:
+    with emulating(name, host):
+        backend, other = (backend_of(name, host, [spec(), spec(scale=0.3)]) for _ in range(2))
+        seen = set()
+        for count, length in ((3, 40), (3, 41), (3, 42), (2, 42), (3, 90), (3, 91)):
+            batch = decode(count, length)
+            plan = backend.init_forward_metadata(batch)
+            seen.add(id(plan.private))
+            for call in plan.private.calls:
+                assert call.table is next(iter(plan.tables.values()))
+                made = call.scheduled.get(call.function.names.get("metadata", ""))
+                assert (made is None) == (call.schedule is None)
+            fresh = other.init_forward_metadata(decode(count, length))
+            for mine, theirs in zip(plan.private.calls, fresh.private.calls, strict=True):
+                for given, wanted in ((mine.arguments, theirs.arguments), (mine.scheduled, theirs.scheduled)):
+                    assert given.keys() == wanted.keys()
+                    for argument, value in given.items():
+                        want = wanted[argument]
+                        alike = torch.equal(value, want) if isinstance(value, torch.Tensor) else value == want
+                        assert alike, (argument, count, length)
+            del plan, fresh, call
+        assert len(seen) < 6, "some steps took an earlier one's place"
