@@ -143,7 +143,8 @@ class Plan:
             expands.
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
-        storage: where its tensors come from; uploaded: where in it the vectors of later batches go.
+        storage: where its tensors come from; uploaded: where in it the vectors of later batches go; refill:
+            how a filler fills the same tables once more, its own.
     """
 
     key: PlanKey
@@ -172,6 +173,7 @@ class Plan:
     listed_loc: torch.Tensor | None = None
     storage: StepStorage | None = None
     uploaded: UploadLayout | None = None
+    refill: Any = None
 
     @property
     def stable(self) -> bool:

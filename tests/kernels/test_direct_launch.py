@@ -13,7 +13,7 @@ from direct_cases import Kernel, as_run, scene, stand_ins, step
 from metadata_cases import FORMS, compiler, spec
 
 from anyattn.core.batch import ForwardBatch
-from anyattn.core.plan import TableForm
+from anyattn.core.plan import TableForm, TableKind
 from anyattn.kernels.triton import attention, decode_launch, launch, metadata_launch
 from anyattn.kernels.triton.attention import Variant
 
@@ -122,6 +122,14 @@ def test_tables_are_filled_alike(
             assert run == (*want[:2], *want[3:])
     assert len(kernel.launches) == 1
     assert len(kernel.compiled.calls) == 2
+    for _ in range(2):  # a plan whose grid can't change remembers its launch, for the table that it reads
+        made.filler(plan)
+        assert kernel.compiled.calls[-1] == run
+        assert (plan.refill is None) == (form.kind in (TableKind.TOKEN_CSR, TableKind.PAGE_CSR))
+    made.table.req_to_token = made.table.req_to_token.clone()
+    for _ in range(2):
+        made.filler(plan)
+        assert made.table.req_to_token.data_ptr() in kernel.compiled.calls[-1]
 
 
 @contextmanager

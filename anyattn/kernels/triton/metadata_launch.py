@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,17 @@ _TENSORS = 9 + 5 * SLOTS
 _Groups = Sequence[tuple[TableGroup, Table]]
 
 
+class _Again(NamedTuple):
+    """The one launch that fills a plan's tables, whatever the values in its vectors are."""
+
+    device: int
+    source: torch.Tensor
+    place: int
+    started: Started
+    grid: tuple[int, int]
+    values: list[Any]
+
+
 class FusedFiller:
     """`MetadataCompiler.filler` in one launch for up to `SLOTS` table groups, one more per `SLOTS` beyond.
 
@@ -52,6 +63,13 @@ class FusedFiller:
 
     def __call__(self, plan: Plan) -> None:  # anyattn: in-graph
         """Fill offsets, positions and every table of `plan`."""
+        again: _Again | None = plan.refill
+        if again is not None:
+            device, source = direct_device(), self.table.req_to_token
+            if again.device == device and again.source is source and again.place == source.data_ptr():
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                again.started.start_rows(stream, *again.grid, *again.values)
+                return
         groups = tuple(plan.tables.items())
         for first in range(0, max(1, len(groups)), SLOTS):
             self._launch(plan, groups[first : first + SLOTS], with_step=first == 0)
@@ -84,7 +102,10 @@ class FusedFiller:
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
             if started is not None and not _odd(values[:_TENSORS]):
                 stream = torch._C._cuda_getCurrentRawStream(device)
-                started.start_rows(stream, batch * splits, 1 + len(groups), *values)
+                grid = batch * splits, 1 + len(groups)
+                started.start_rows(stream, *grid, *values)
+                if not uses_encoder and len(groups) == len(plan.tables) and _as_large_again(plan):
+                    plan.refill = _Again(device, source, values[4], started, grid, values)
                 return
         constexprs = {
             "GROUPS": len(groups),
@@ -111,6 +132,11 @@ class FusedFiller:
         longest = max([plan.max_q_len, *(_longest_row(plan, *group) for group in groups)])
         most = max(1, self._programs // plan.key.num_requests)
         return min(most, max(1, -(-longest // self._chunk)))
+
+
+def _as_large_again(plan: Plan) -> bool:
+    """The grid is the same for other lengths: that of flat lists depends on their bound."""
+    return plan.max_q_len == 1 and all(table.indices is None for table in plan.tables.values())
 
 
 def _odd(places: Sequence[int | None]) -> int:
