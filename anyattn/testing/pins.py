@@ -125,6 +125,7 @@ def pinned(shape: Shape, long: int) -> Iterator[tuple[str, Case]]:
     )
     yield "draft extend", shape.case(mode="draft_extend", prefix_lens=(8, 0), extend_lens=(3, 2), seed=24)
     yield from _trees(shape, window)
+    yield from _few_tokens(shape, long, one)
     yield from _kinds(shape, window)
     for layout in ("contiguous", "interleaved", "non_monotonic"):
         yield f"{layout} slots", shape.case(**extend, slot_layout=layout, seed=31)
@@ -172,6 +173,24 @@ def _trees(shape: Shape, window: int) -> Iterator[tuple[str, Case]]:
     yield (
         "masks in a window",
         shape.case(prefix_lens=(12, 3), extend_lens=(5, 8), mask="random", window=window, seed=29),
+    )
+
+
+def _few_tokens(shape: Shape, long: int, one: dict[str, int]) -> Iterator[tuple[str, Case]]:
+    """A few tokens on many keys: kernels that cut the keys of such steps do it here."""
+    few = {"prefix_lens": (long, 40, 97), "extend_lens": (5, 3, 1), **one}
+    chain = {**few, "mode": "verify"}
+    yield "few tokens on many keys, a chain", shape.case(**chain, seed=60)
+    yield "few tokens on many keys, a tree", shape.case(**chain, mask="tree", sinks=True, seed=61)
+    yield (
+        "few tokens on many keys, a tree in a window",
+        shape.case(**chain, mask="tree", window=50, seed=62),
+    )
+    yield "few tokens on many keys, a window", shape.case(**few, window=45, logit_cap=1.5, seed=63)
+    yield "few tokens on many keys, scales", shape.case(**few, k_scale=0.5, v_scale=2.0, seed=64)
+    yield (
+        "few tokens on many keys, nothing stored",
+        shape.case(**few, mode="draft_extend", kv="arguments", seed=65),
     )
 
 
@@ -255,3 +274,4 @@ def _layer_checks(shape: Shape, extend: Case) -> Iterator[tuple[str, Case]]:
     tree = shape.case(mode="verify", prefix_lens=(9, 4, 0), extend_lens=(4, 4, 4), mask="tree", seed=59)
     yield "verify-mask", tree
     yield "verify-mask", dataclasses.replace(tree, extend_lens=(5, 3, 6))
+    yield "verify-mask", dataclasses.replace(tree, prefix_lens=(70, 40, 0))

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from anyattn.backends.portable.triton_repeats import DecodeRepeats
+from anyattn.backends.portable.triton_verify import verify_step
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
@@ -28,6 +29,7 @@ from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_
 from anyattn.kernels.triton.decode_launch import DecodeStep, decode, fill_ranges, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.metadata_launch import FusedFiller
+from anyattn.kernels.triton.verify_launch import VerifyStep, verify
 
 __all__ = ["TritonAttention"]
 
@@ -42,6 +44,8 @@ class _Step:
     pool: KVPool
     decode: dict[PlanGroup, DecodeStep] = field(default_factory=dict)
     extend: dict[PlanGroup, Extend] = field(default_factory=dict)
+    verify: dict[PlanGroup, VerifyStep] = field(default_factory=dict)
+    """Instead of extend, where layers have these heads."""
     fresh: bool = False
     """No request has cached tokens: k and v, which lie together, are all keys."""
 
@@ -109,7 +113,21 @@ class TritonAttention(AttentionBackend):
                 step.decode[group] = self._decode_step(plan, group, heads, in_capture)
             rows = max(1, plan.max_q_len) * heads.group
             step.extend[group] = choose_extend(power_of_two(rows), dim, itemsize, self._arch)
+            few = None if step.fresh else self._verify_step(plan, group, heads, in_capture)
+            if few is not None:
+                step.verify[group] = few
         plan.private = step
+
+    def _verify_step(
+        self, plan: Plan, group: PlanGroup, heads: kernels.Heads, in_capture: bool
+    ) -> VerifyStep | None:
+        if plan.key.mode is ForwardMode.DECODE:
+            return None
+        return verify_step(
+            plan, group, heads, self.table.req_to_token, self.config.form.kernel_page,
+            itemsize=self._itemsize(), arch=self._arch, units=self._units,
+            even=_even(plan.batch, group, in_capture),
+        )  # fmt: skip
 
     def _decode_step(
         self, plan: Plan, group: PlanGroup, heads: kernels.Heads, in_capture: bool
@@ -170,6 +188,8 @@ class TritonAttention(AttentionBackend):
         if isinstance(plan.private, _Step):
             for step in plan.private.decode.values():
                 fill_ranges(step)
+            for few in plan.private.verify.values():
+                fill_ranges(few.dealt)
 
     def _all_new(self, plan: Plan, in_capture: bool) -> bool:
         if self._invariant or in_capture or plan.key.mode is not ForwardMode.EXTEND:
@@ -210,6 +230,11 @@ class TritonAttention(AttentionBackend):
         # Stored bit for bit as given, this step's keys read the same from the pool, in one loop.
         in_pool = call.stored and not fresh and (self._invariant or self._exact_kv(own.cache))
         direct = call.k is not None and not in_pool
+        k, v = (call.k, call.v) if direct else (None, None)
+        few = None if cross or self._invariant else plan.private.verify.get(call.group)
+        if few is not None and few.dealt.heads == own.heads and call.kind is AttentionKind.CAUSAL:
+            verify(call.q, k, v, own.cache, few, own.causal, call.out, call.lse)
+            return
         pool_lens = None
         if table is not None and not (direct and (cross or fresh)):
             pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
@@ -225,7 +250,6 @@ class TritonAttention(AttentionBackend):
             mask_indptr=None if cross else plan.mask_indptr,
             key_offsets=_offsets(plan.encoder_lens) if cross and direct else None,
         )
-        k, v = (call.k, call.v) if direct else (None, None)
         extend(
             call.q, k, v, own.cache, step, own.heads,
             own.causal if call.kind is AttentionKind.CAUSAL else own.other,

@@ -1,0 +1,98 @@
+"""Which steps of several query tokens have their keys cut, and into what."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from anyattn.core.hashing import hashed_once
+from anyattn.kernels.triton.configs.choose import (
+    MIN_TILES,
+    OVERLAP_TILES,
+    Decode,
+    choose_extend,
+    power_of_two,
+)
+from anyattn.kernels.triton.configs.choose import _fitting_ranges as fitting_ranges
+from anyattn.kernels.triton.configs.rows import Tile
+from anyattn.kernels.triton.configs.verify import DEFAULT, VERIFY, VerifyRow
+
+__all__ = ["Verify", "choose_verify", "verify_row"]
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Verify:
+    """Blocks of `block_m` query rows (tokens x query heads of a KV head), `row_blocks` for the `max_new`
+    tokens that a request has at most; `keys`: how keys are cut, and how programs run.
+    """
+
+    block_m: int
+    row_blocks: int
+    max_new: int
+    keys: Decode
+
+
+@functools.cache
+def verify_row(arch: str, dim: int, itemsize: int, rows: int) -> VerifyRow:
+    """The row for heads of `dim`, elements of `itemsize` bytes and at most `rows` query rows a request; that
+    with most of them where there are more.
+    """
+    dim = power_of_two(dim)
+    covering = [
+        row
+        for row in VERIFY
+        if arch in row.architectures and dim <= row.max_dim and itemsize <= row.max_itemsize
+    ]
+    return next((row for row in covering if rows <= row.max_rows), (covering or [DEFAULT])[-1])
+
+
+@functools.lru_cache(1024)
+def choose_verify(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    max_new: int,
+    max_kv_len: int,
+    dim: int,
+    itemsize: int,
+    arch: str,
+    units: int,
+    even: bool = False,
+) -> Verify | None:
+    """How a step of `batch` requests of at most `max_new` tokens is cut; None: row blocks fill the chip, or
+    there are too many rows, or too few keys for a cut to pay.
+
+    Args:
+        group: query heads of a KV head. max_kv_len: bound of KV lengths. dim: the larger head size.
+        itemsize: bytes of the wider of q and KV. units: SMs or CUs.
+        even: requests are about equally long: each is cut into as many parts as there is room for.
+    """
+    rows = max_new * group
+    row = verify_row(arch, dim, itemsize, rows)
+    block_m, tile = _program(row, rows, dim, itemsize, arch)
+    row_blocks = -(-rows // block_m)
+    programs = kv_heads * row_blocks
+    tiles = -(-max_kv_len // tile.block_n)
+    if rows > row.max_rows or batch * programs > row.fill * units or max_kv_len < row.min_keys:
+        return None
+    slots, parts = row.programs_per_unit * units, 0
+    if even:
+        parts = min(max(1, slots // (batch * programs)), -(-tiles // MIN_TILES))
+        if parts == 1:
+            return None
+    ranges = batch * parts if even else min(fitting_ranges(programs, slots), batch * tiles)
+    short = batch * tiles <= OVERLAP_TILES * ranges
+    keys = Decode(
+        tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES,
+        overlap=row.overlap if short else 0, parts=parts,
+    )  # fmt: skip
+    return Verify(block_m, row_blocks, max_new, keys)
+
+
+def _program(row: VerifyRow, rows: int, dim: int, itemsize: int, arch: str) -> tuple[int, Tile]:
+    """Query rows of a block, and its tile."""
+    if row.tile is not None:
+        return row.block_m, row.tile
+    extend = choose_extend(power_of_two(rows), dim, itemsize, arch)
+    return extend.block_m, Tile(extend.block_n, extend.num_warps, extend.num_stages)

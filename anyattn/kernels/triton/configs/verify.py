@@ -1,0 +1,66 @@
+"""Steps whose keys are cut because their row blocks would leave the chip idle, and their tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from anyattn.kernels.triton.configs.rows import Tile
+
+__all__ = ["DEFAULT", "VERIFY", "VerifyRow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRow:
+    """Cut steps of requests of at most `max_rows` query rows (tokens x query heads of a KV head).
+
+    `block_m`, `tile`: rows and keys of a program, None = those of the extend kernel, which has the same loop.
+    `programs_per_unit`: so many of them are on an SM or CU at once. `fill`: a step is cut whose row blocks
+    are at most so many a unit; `min_keys`: and whose requests may have so many keys. `overlap`: as in
+    `DecodeRow`, for short programs. `evidence`: where it comes from.
+    """
+
+    architectures: tuple[str, ...]
+    max_dim: int
+    max_rows: int
+    block_m: int = 0
+    tile: Tile | None = None
+    max_itemsize: int = 2
+    programs_per_unit: int = 1
+    fill: float = 1.0
+    min_keys: int = 1024
+    overlap: int = 0
+    evidence: str = ""
+
+
+_COMPILED = "compiler reports only"
+_hopper = partial(
+    VerifyRow,
+    architectures=("sm90",),
+    max_dim=128,
+    programs_per_unit=2,
+    fill=2.0,
+    overlap=2,
+    evidence=_COMPILED,
+)
+
+VERIFY = (
+    _hopper(max_rows=16, block_m=16, tile=Tile(64, 4, 4)),
+    _hopper(max_rows=32, block_m=32, tile=Tile(64, 4, 4)),
+    _hopper(max_rows=512, block_m=64, tile=Tile(64, 4, 3)),
+    VerifyRow(
+        architectures=("interpreter",),
+        max_dim=1024,
+        max_itemsize=4,
+        max_rows=64,
+        block_m=16,
+        tile=Tile(16, 4, 1),
+        programs_per_unit=2,
+        fill=8.0,
+        min_keys=33,
+        evidence="smallest that tl.dot takes",
+    ),
+)
+
+DEFAULT = VerifyRow(architectures=(), max_dim=1024, max_itemsize=4, max_rows=256, evidence=_COMPILED)
+"""Of chips without a row."""

@@ -1,0 +1,206 @@
+"""Host side of verify: steps of a few query tokens a request, whose keys are cut as decode cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from anyattn.kernels.triton.attention import Cache, Heads, Variant, sub_page, upcast
+from anyattn.kernels.triton.configs.choose import power_of_two
+from anyattn.kernels.triton.configs.choose_verify import Verify
+from anyattn.kernels.triton.decode_launch import DecodeStep, Pieces
+from anyattn.kernels.triton.launch import Fixed, Started, direct_device, launch
+from anyattn.kernels.triton.ranges import FIELDS
+from anyattn.kernels.triton.verify import ALL_COLUMNS, DRAFTS, NO_MASK, merge_verify_kernel, verify_kernel
+
+__all__ = ["ALL_COLUMNS", "DRAFTS", "NO_MASK", "VerifyMasks", "VerifyStep", "verify"]
+
+_MERGED_ELEMENTS = 512
+"""Of a piece that a program of the merge holds, 16 pieces at once: 64 registers of each of 128 threads."""
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyMasks:
+    """Visibility beyond the causal rule.
+
+    `kind`: `NO_MASK`, `ALL_COLUMNS` or `DRAFTS`; `cells`, `indptr`: as `Plan.mask_cells` and `mask_indptr`,
+    whose rows have every column in both forms. `positions int64 [T]`: the caller's own, for windows.
+    """
+
+    kind: int = NO_MASK
+    cells: torch.Tensor | None = None
+    indptr: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyStep:
+    """What the layers of a plan group share in one step: ranges (`dealt`), workspace, and where rows are.
+
+    `query_offsets int32 [B + 1]`, `prefix_lens int32 [B]`; no request has more than `tiles.max_new` tokens.
+    """
+
+    dealt: DecodeStep
+    tiles: Verify
+    query_offsets: torch.Tensor
+    prefix_lens: torch.Tensor
+    masks: VerifyMasks
+
+    @staticmethod
+    def of(
+        source: torch.Tensor, req_rows: torch.Tensor, kv_start: torch.Tensor, kv_lens: torch.Tensor,
+        query_offsets: torch.Tensor, prefix_lens: torch.Tensor, run: int, heads: Heads, tiles: Verify,
+        masks: VerifyMasks,
+    ) -> VerifyStep:  # fmt: skip
+        """With storage of its own. `kv_lens`: keys listed from `kv_start` on, this step's tokens among them.
+
+        `kv_start` follows the window already, that of the first token of each request.
+        """
+        device, rows = source.device, tiles.max_new * heads.group
+        shape = (req_rows.shape[0] + tiles.keys.num_ranges, heads.num_kv, rows)
+        work: Pieces = (
+            torch.empty(*shape, heads.v_dim, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
+        ranges = torch.empty(tiles.keys.num_ranges, FIELDS, dtype=torch.int32, device=device)
+        dealt = DecodeStep(source, req_rows, kv_start, kv_lens, None, run, heads, tiles.keys, ranges, work)
+        return VerifyStep(dealt, tiles, query_offsets, prefix_lens, masks)
+
+    @cached_property
+    def fixed(self) -> tuple[Fixed, Fixed]:
+        """Arguments of verify and of its merge, the same for every layer."""
+        dealt, masks, tiles = self.dealt, self.masks, self.tiles
+        assert dealt.pieces is not None
+        unused, heads = self.query_offsets, dealt.heads
+        cells = unused if masks.cells is None else masks.cells
+        if cells.dtype is torch.bool:
+            cells = cells.view(torch.uint8)
+        own = Fixed(
+            dealt.source, dealt.req_rows, dealt.kv_start, dealt.kv_lens, dealt.ranges, *dealt.pieces,
+            dealt.source.stride(0), self.query_offsets, self.prefix_lens,
+            unused if masks.positions is None else masks.positions, cells,
+            unused if masks.indptr is None else masks.indptr, tiles.row_blocks, tiles.max_new,
+        )  # fmt: skip
+        merge = Fixed(dealt.ranges, *dealt.pieces, self.query_offsets, tiles.max_new, heads.num_kv)
+        return own, merge
+
+
+class _Layer:
+    """What a layer's launches have in common in every step that is cut alike."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        variant: Variant,
+        step: VerifyStep,
+        direct: bool,
+        write_lse: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        tiles, keys, heads = step.tiles, step.tiles.keys, step.dealt.heads
+        windowed, block_dv = variant.window is not None, max(16, power_of_two(heads.v_dim))
+        rows, every = max(1, _MERGED_ELEMENTS // block_dv), max(1, keys.parts)
+        self.grid = keys.num_ranges * tiles.row_blocks * heads.num_kv
+        self.merge_grid = keys.num_ranges // every * -(-heads.num_q * tiles.max_new // rows)
+        self.fixed = Fixed(
+            cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
+            *cache.k_strides, *cache.v_strides, *cache.scale_strides,
+            variant.scale, variant.cap or 0.0, variant.window or 0, heads.num_kv,
+        )  # fmt: skip
+        shared = {"HAS_SINKS": variant.sinks is not None, "WRITE_LSE": write_lse}
+        self.constexprs = {
+            "PAGE": cache.page, "SUB": sub_page(cache.run or cache.page, keys.block_n),
+            "GROUP": heads.group, "D": heads.dim, "DV": heads.v_dim,
+            "BLOCK_D": max(16, power_of_two(heads.dim)), "BLOCK_DV": block_dv,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": keys.block_n,
+            "DIRECT": direct, "MASK": step.masks.kind, "HAS_WINDOW": windowed,
+            "POSITIONS": windowed and step.masks.positions is not None,
+            "HAS_CAP": variant.cap is not None, **shared, "UPCAST": upcast(dtype),
+            "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
+            "WALK": not keys.parts, "OVERLAP": keys.overlap,
+        }  # fmt: skip
+        self.merge_constexprs = {
+            "GROUP": heads.group, "DV": heads.v_dim, "BLOCK_DV": block_dv, "ROWS": rows, **shared,
+            "OVERLAP": keys.overlap > 0, "EVERY": every,
+        }  # fmt: skip
+        self.options = {"launch_pdl": True} if keys.overlap > 1 else {}
+        self.merge_options = {"launch_pdl": True} if keys.overlap > 0 else {}
+        self.started: dict[tuple[Any, ...], tuple[Started, Started]] = {}
+
+
+def verify(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache: Cache,
+    step: VerifyStep,
+    variant: Variant,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """`q [T, Hq, D]` of ragged requests -> `out [T, Hq, Dv]`, `lse [T, Hq]` natural log.
+
+    With `k`, `v` this step's own tokens are read from them; without, everything is in the pool. Layers have
+    the heads that the step was made for, and are causal or masked.
+    """
+    own, merging = step.fixed
+    layer = _layer(cache, variant, step, k is not None, lse is not None, q.dtype)
+    tensors = (
+        (q, q, q, out, lse, variant.sinks) if k is None or v is None else (q, k, v, out, lse, variant.sinks)
+    )
+    strides = (
+        *(n for each in tensors[:4] if each is not None for n in each.stride()[:2]),
+        0 if lse is None else lse.stride(0),
+    )
+    device = direct_device()
+    if device < 0:
+        _launch(layer, step, tensors, strides)
+        return
+    places = tuple(None if each is None else each.data_ptr() for each in tensors)
+    types = tuple(None if each is None else each.dtype for each in tensors[1:])
+    aligned = all(not (place or 0) & 15 for place in places)
+    known = (strides, own.key, merging.key, device, types)
+    started = layer.started.get(known) if aligned else None
+    if started is None:
+        started = _launch(layer, step, tensors, strides)
+        if started is not None and aligned:
+            layer.started[known] = started
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    attends, merges = started
+    attends.start(stream, layer.grid, *places, *strides, *own.values)
+    merges.start(stream, layer.merge_grid, *places[3:], *strides[6:], *merging.values)
+
+
+def _layer(
+    cache: Cache, variant: Variant, step: VerifyStep, direct: bool, write_lse: bool, dtype: torch.dtype
+) -> _Layer:
+    masks = step.masks
+    key = (step.dealt.heads, step.tiles, masks.kind, masks.positions is None, direct, write_lse, dtype)
+    layer: _Layer | None = cache.memo.get(key)
+    if layer is None:
+        layer = cache.memo[key] = _Layer(cache, variant, step, direct, write_lse, dtype)
+    return layer
+
+
+def _launch(
+    layer: _Layer, step: VerifyStep, tensors: tuple[torch.Tensor | None, ...], strides: tuple[int, ...]
+) -> tuple[Started, Started] | None:
+    """Both launches by the ordinary seam; on the direct path, how to repeat them."""
+    own, merging = step.fixed
+    keys = step.tiles.keys
+    compiled = launch(
+        verify_kernel, (layer.grid,), (*tensors, *strides), layer.constexprs, (own, layer.fixed),
+        num_warps=keys.num_warps, num_stages=keys.num_stages, **layer.options,
+    )  # fmt: skip
+    merge = launch(
+        merge_verify_kernel, (layer.merge_grid,), (*tensors[3:], *strides[6:]), layer.merge_constexprs,
+        (merging,), num_warps=4, num_stages=1, **layer.merge_options,
+    )  # fmt: skip
+    if compiled is None:
+        return None
+    last = (*layer.fixed.values, *layer.constexprs.values())
+    return Started(compiled, last), Started(merge, tuple(layer.merge_constexprs.values()))
