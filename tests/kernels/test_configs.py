@@ -106,6 +106,26 @@ def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, parts
     assert got.num_ranges == batch * parts
 
 
+@pytest.mark.parametrize(("batch", "longest"), [(1, 32_768), (2, 16_384), (4, 8192), (8, 4096)])
+def test_long_parts_are_merged_by_decode_itself(batch: int, longest: int) -> None:
+    """Where the merge can't start early anyway; one launch, and less to do."""
+    got = choose_decode(batch, 8, longest, 128, 2, "sm90", 132, even=True)
+    assert (got.merged, got.overlap) == (True, 0)
+    assert not choose_decode(batch, 8, longest, 128, 2, "sm90", 132).merged, "ranges"
+    assert not choose_decode(batch, 8, longest // 8, 128, 2, "sm90", 132, even=True).merged, "short"
+    for arch in ("gfx942", "gfx1201", "sm100"):
+        assert not choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True).merged, "not measured"
+    assert not choose_decode(1, 1, longest, 128, 2, "sm90", 132, even=True).merged, "132 pieces"
+    assert not choose_decode(132, 8, longest, 128, 2, "sm90", 132, even=True).merged, "not cut"
+
+
+def test_short_requests_are_cut_tile_by_tile() -> None:
+    """Their merge is one pass, and latency is all that they cost."""
+    for length, parts in ((1024, 8), (2048, 16), (300, 3), (128, 0)):
+        assert choose_decode(1, 8, length, 128, 2, "sm90", 132, even=True).parts == parts
+    assert choose_decode(1, 2, 2176, 128, 2, "sm90", 132, even=True).parts == 9, "17 tiles"
+
+
 def test_many_requests_are_walked() -> None:
     got = choose_decode(100, 8, 1024, 128, 2, "sm90", 132, even=True)
     assert (got.parts, got.split, got.num_ranges) == (0, True, 33)

@@ -18,6 +18,7 @@ from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
 __all__ = ["DecodeStep", "decode", "fill_ranges", "pieces", "started_decode"]
 
+_WARP = 128  # numbers of a row that a warp merges
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
 _RANGES_CONSTEXPRS = (
     "BLOCK_N",
@@ -146,8 +147,9 @@ class _Layer:
         self.kind = (heads, tiles, write_lse, dtype)
         self.grid = tiles.num_ranges * decode_programs(heads)
         every = max(1, tiles.parts)
-        self.merge_grid = tiles.num_ranges // every * heads.num_q
         block_dv, has_sinks = max(16, power_of_two(heads.v_dim)), variant.sinks is not None
+        self.merge_warps, at_once = max(1, block_dv // _WARP), max(1, _WARP // block_dv)
+        self.merge_grid = tiles.num_ranges // every * -(-heads.num_q // at_once)
         self.fixed = Fixed(
             cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
             *cache.k_strides, *cache.v_strides, *cache.scale_strides,
@@ -163,10 +165,10 @@ class _Layer:
             "UPCAST": upcast(dtype), "HALF": tiles.half and dtype is not torch.float32,
             "FLAT": cache.flat, "WIDE": cache.wide,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
-            "MERGED": _heads_at_a_time(heads, block_dv) if tiles.merged else 0,
+            "MERGED": max(1, tiles.num_warps * _WARP // block_dv) if tiles.merged else 0,
         }  # fmt: skip
         self.merge_constexprs = {
-            "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,
+            "DV": heads.v_dim, "BLOCK_DV": block_dv, "HEADS": at_once, "HAS_SINKS": has_sinks,
             "WRITE_LSE": write_lse, "OVERLAP": tiles.overlap > 0, "EVERY": every,
         }  # fmt: skip
         self.started: dict[tuple[Any, ...], tuple[Started, Started | None] | None] = {}
@@ -177,11 +179,6 @@ class _Layer:
         """Certainly; it may serve others that are equal to its own."""
         mine = self.kind
         return heads is mine[0] and tiles is mine[1] and write_lse is mine[2] and dtype is mine[3]
-
-
-def _heads_at_a_time(heads: Heads, block_dv: int) -> int:
-    """Query heads whose 16 pieces a program holds at once: 64 registers of each of 128 threads."""
-    return max(1, min(power_of_two(heads.group), heads.block, 512 // block_dv))
 
 
 def decode(
@@ -290,7 +287,8 @@ def _launch(
         merge = launch(
             merge_ranges_kernel, (layer.merge_grid,),
             (out, lse, sinks, *strides[2:], heads.num_q),
-            layer.merge_constexprs, (merging,), num_warps=2, num_stages=2, **layer.merge_options,
+            layer.merge_constexprs, (merging,), num_warps=layer.merge_warps, num_stages=2,
+            **layer.merge_options,
         )  # fmt: skip
     if compiled is None:
         return None

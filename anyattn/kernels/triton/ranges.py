@@ -68,7 +68,7 @@ def _part(
     b = r // PARTS
     start, length = listed(kv_start, kv_lens, b, True, window, SUB, HAS_WINDOW)
     tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
-    step = tl.maximum(tl.cdiv(tiles, PARTS), MIN_TILES)
+    step = tl.maximum(tl.cdiv(tiles, PARTS), tl.where(tiles > FEW_TILES, MIN_TILES, 1))
     at = r % PARTS * step
     pieces = tl.cdiv(tiles, step)
     record = ranges + r * 16

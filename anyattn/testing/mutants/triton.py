@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sink dropped where splits merge",
-        where="anyattn.kernels.triton.merge:merge_ranges_kernel",
+        where="anyattn.kernels.triton.merge:_merge",
         old="if HAS_SINKS:",
         new="if HAS_SINKS and num_heads < 1:",
         names=("sinks",),
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         name="lengths taken from the host",
         where=f"{_BACKEND}._decode_step",
-        old="group.table.window, plan.max_kv_len",
-        new="group.table.window, max(plan.host_seq_lens)",
+        old="self._tiles(plan.batch, plan.max_kv_len, group",
+        new="self._tiles(plan.batch, max(plan.host_seq_lens), group",
         names=("host-lengths", "stale-lengths"),
         report="sglang#8340",
     ),

@@ -249,6 +249,7 @@ _extend_tma = partial(attention_entry, kernel="extend_tma_kernel", targets=("sm_
 ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128", shape=Shape()),
     _decode("decode/d128-one-request", shape=Shape(batch=1)),
+    _decode("decode/d128-one-long-request", shape=Shape(batch=1, context=131_072)),
     _decode("decode/d128-small-pool-hnd-float16", shape=_SMALL_HND),
     _decode("decode/d128-slot-map", shape=Shape(mapped=True), targets=_MAPPED_ON),
     _decode("decode/d128-64-query-heads-per-kv-head", shape=_WIDE_GROUP, spills=RDNA3_WIDE_GROUP),

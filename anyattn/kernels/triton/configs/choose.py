@@ -14,6 +14,7 @@ import triton
 from anyattn.core.hashing import hashed_once
 from anyattn.kernels.triton.configs import amd, interpreter, nvidia
 from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
+from anyattn.kernels.triton.ranges import FEW_TILES
 
 __all__ = [
     "Decode",
@@ -34,7 +35,7 @@ GOOD_FILL = 0.9
 MANY_WAVES = 3
 """Programs that come and go cost more than ones that stay and walk."""
 MERGED_PIECES = 16
-"""One program merges the heads of a group, and so many pieces are one load of each."""
+"""More than these aren't one load a head, of programs that have the heads of a group to merge."""
 OVERLAP_TILES = 8
 """Programs of more tiles have no use for an early start of what follows, which takes room beside them: on an
 H200, 64 x 8192 tokens of one KV head took 6 % longer with it, in parts of 32 tiles."""
@@ -171,15 +172,17 @@ def choose_decode(
     split = tiles > (1 if wide else MIN_TILES)
     ranges, parts = batch, 0
     if split and even:
-        parts = min(max(1, slots // (batch * programs)), -(-tiles // MIN_TILES))
+        fewest = MIN_TILES if tiles > FEW_TILES.value else 1
+        parts = min(max(1, slots // (batch * programs)), -(-tiles // fewest))
         ranges, split = batch * parts, parts > 1
     elif split:
         ranges = min(_fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
     short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
+    merged = split and 0 < parts <= MERGED_PIECES and batch * tiles > row.merged * ranges > 0
     return Decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
-        parts if split else 0, row.half, split and batch <= row.merged and (parts or ranges) <= MERGED_PIECES,
+        parts if split else 0, row.half, merged,
     )  # fmt: skip
 
 
