@@ -99,18 +99,40 @@ def test_new_keys_are_read_in_whole_tiles(launches: list[Launch]) -> None:
     assert (launches[0].constexprs["BOX"], launches[0].constexprs["PAGED"]) == (128, False)
 
 
+@gluon
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "tiles"),
+    [
+        (Heads(28, 4, 128, 128), TILES),
+        (Heads(24, 8, 64, 64), TILES),
+        (Heads(16, 2, 256, 256), replace(TILES, hopper=Extend(128, 64, 4, 2))),
+    ],
+    ids=["group of 7", "group of 3", "wide"],
+)
+def test_by_hand_go_other_groups_and_wide_heads(
+    fresh: bool, heads: Heads, tiles: Extend, launches: list[Launch]
+) -> None:
+    """As many tokens in a warpgroup as have all their rows there."""
+    run(fresh=fresh, heads=heads, tiles=tiles, variant=Variant(0.1, window=1024))
+    (launch,) = launches
+    assert launch.kernel.__name__ == "extend_hopper_kernel"
+    assert launch.constexprs["HAS_WINDOW"]
+    assert launch.constexprs["SETS"] == (1 if heads.dim == 256 else 2)
+    assert isinstance(launch.args[0], torch.Tensor) == (64 % heads.group != 0)
+
+
 @pytest.mark.parametrize(
     "asked",
     [
-        {"variant": Variant(0.1, window=1024)},
         {"heads": Heads(32, 8, 64, 128)},
-        {"heads": Heads(16, 8, 256, 256)},
-        {"heads": Heads(24, 8, 128, 128)},
+        {"heads": Heads(32, 8, 32, 32)},
+        {"heads": Heads(33, 1, 128, 128)},
         {"heads": Heads(128, 1, 128, 128)},
         {"tiles": replace(TILES, hopper=None)},
         {"q": _halves(TOKENS, 32, 132)[:, :, :128]},
     ],
-    ids=["window", "unequal", "wide", "group of 3", "group of 128", "no tiles", "strides of q"],
+    ids=["unequal", "narrow", "group of 33", "group of 128", "no tiles", "strides of q"],
 )
 def test_what_triton_schedules(asked: dict[str, Any], launches: list[Launch]) -> None:
     run(page=64, **asked)
@@ -121,7 +143,7 @@ def test_what_triton_schedules(asked: dict[str, Any], launches: list[Launch]) ->
     "asked",
     [
         {"page": 8},
-        {"page": 16, "variant": Variant(0.1, window=1024)},  # tiles of 64 on pages of 16
+        {"page": 16, "heads": Heads(33, 1, 128, 128)},  # tiles of 64 on pages of 16
         {"kv": torch.float8_e4m3fn},
         {"heads": Heads(32, 8, 80, 80)},
         {"variant": Variant(0.1, causal=False)},
@@ -133,7 +155,17 @@ def test_what_triton_schedules(asked: dict[str, Any], launches: list[Launch]) ->
             "change": lambda step: replace(step, positions=_meta(TOKENS, dtype=torch.int64)),
         },
     ],
-    ids=["short", "window", "fp8", "odd", "both ways", "anchor", "no tiles", "mask", "positions in a window"],
+    ids=[
+        "short",
+        "group of 33",
+        "fp8",
+        "odd",
+        "both ways",
+        "anchor",
+        "no tiles",
+        "mask",
+        "positions in a window",
+    ],
 )
 def test_what_needs_pointers(asked: dict[str, Any], launches: list[Launch]) -> None:
     run(**{"page": 64, **asked})
@@ -152,24 +184,37 @@ def _loops(cubin: bytes, folder: Path) -> list[list[str]]:
 
 
 @gluon
-@pytest.mark.parametrize("page", [0, 16])
-def test_the_softmax_runs_beside_a_product(page: int, launches: list[Launch], tmp_path: Path) -> None:
-    """In the loops over whole tiles: 64 exponentials of a thread between the wait for the scores and the wait
-    for the values, and no wait between two instructions of a product. The assembler decides both.
+@pytest.mark.parametrize(
+    ("page", "heads", "products", "exponentials"),
+    [
+        (0, Heads(32, 8, 128, 128), 16, 64),
+        (16, Heads(32, 8, 128, 128), 16, 64),
+        (16, Heads(28, 4, 128, 128), 16, 64),
+        (0, Heads(16, 2, 256, 256), 20, 32),
+    ],
+    ids=["k and v", "page of 16", "group of 7", "wide"],
+)
+def test_the_softmax_runs_beside_a_product(
+    page: int, heads: Heads, products: int, exponentials: int, launches: list[Launch], tmp_path: Path
+) -> None:
+    """In the loops over whole tiles: all exponentials of a thread between the wait for the scores and the
+    wait for the values, and no wait between two instructions of a product. The assembler decides both.
     """
-    run(fresh=not page, page=page or 16)
+    block_n = 2 * exponentials
+    run(fresh=not page, page=page or 16, heads=heads, tiles=replace(TILES, hopper=Extend(128, block_n, 4, 2)))
     (launch,) = launches
     constexprs = {name: value for name, value in launch.constexprs.items() if name != "grid"}
     compiled = compile_launch(replace(launch, constexprs=constexprs), TARGETS["sm_90"])
     inner = [
         body
         for body in _loops(compiled.asm["cubin"], tmp_path)
-        if len(body) < 600 and sum("HGMMA" in line for line in body) == 16
+        if len(body) < 600 and sum("HGMMA" in line for line in body) == products
     ]
-    assert len(inner) == 2, "one of each warpgroup"
-    for body in inner:
+    whole = sorted(inner, key=len)[:2]
+    assert len(whole) == 2, "one of each warpgroup"
+    for body in whole:
         waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
         assert ["gsb0, 0x1" in body[i] for i in waits] == [True, False]
         between = body[waits[0] : waits[1]]
-        assert sum("MUFU.EX2" in line for line in between) >= 64
+        assert sum("MUFU.EX2" in line for line in between) >= exponentials
         assert sum("LDL" in line or "STL" in line for line in body) <= 4

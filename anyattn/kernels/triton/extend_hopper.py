@@ -8,7 +8,6 @@ rows and keeps two products in flight, so that the softmax of one tile runs besi
 # ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,21 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anyattn.kernels.triton.descriptors import Matrices, Matrix, described
-from anyattn.kernels.triton.extend_hopper_fetch import fetch, item_of, row_block
+from anyattn.kernels.triton.extend_hopper_fetch import (
+    count_blocks,
+    fetch,
+    fetch_rows,
+    item_of,
+    row_block,
+    threads_meet,
+)
 
-__all__ = ["OUTSIDE", "boxes", "extend_hopper_kernel", "query_boxes"]
-
-OUTSIDE = 1 << 30
-"""A row past the end of any matrix: copies of it are zeros."""
-
-_ROWS_OF_KEYS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-_ROWS_OF_QUERIES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-
-# Named `barrier` from Triton 3.7 on.
-_threads_meet = getattr(gl, "thread_barrier", None) or gl.barrier
+__all__ = ["extend_hopper_kernel"]
 
 
 @gluon.jit
@@ -55,8 +50,8 @@ def _computed(x):
 
 
 @gluon.jit
-def _logits(s, n, last, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, MASKED: gl.constexpr,
-            HAS_CAP: gl.constexpr):  # fmt: skip
+def _logits(s, n, last, window, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+            MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CAP: gl.constexpr):  # fmt: skip
     if HAS_CAP:
         doubled = gl.exp2(s * (scale / cap * 2.8853900817779268))
         s = (cap * 1.4426950408889634) * (1.0 - 2.0 / (doubled + 1.0))
@@ -67,14 +62,16 @@ def _logits(s, n, last, scale, cap, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexp
         )
         column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
         seen = gl.expand_dims(column, 0) <= gl.expand_dims(last, 1)
+        if HAS_WINDOW:
+            seen = seen & (gl.expand_dims(column, 0) > gl.expand_dims(last - window, 1))
         s = gl.where(seen, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-           p, m, den, acc, last, scale, cap, base2, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+def _steps(first, until, top, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+           p, m, den, acc, last, window, scale, cap, base2, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr,
            HAS_CAP: gl.constexpr):  # fmt: skip
     """Tiles `first` to `until` (0 is the last): softmax of a tile runs beside the values of the one before,
     whose weights are `p`. They are carried in float32: halves would be taken apart to carry them.
@@ -92,13 +89,16 @@ def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v
         mbarrier.wait(v_full.index(before), ((now - 1) // STAGES) % 2)
         values = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[scores])
-        _threads_meet()
+        threads_meet()
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _logits(s, (tiles - 1 - i) * BLOCK_N, last, scale, cap, S_LAYOUT, BLOCK_N, MASKED, HAS_CAP)
+        s = _logits(
+            s, (top - i) * BLOCK_N, last, window, scale, cap, S_LAYOUT, BLOCK_N, MASKED, HAS_WINDOW,
+            HAS_CAP,
+        )  # fmt: skip
         p, m, den, alpha = _softmax(s, m, den, base2)
         den = _computed(den)
         acc = warpgroup_mma_wait(0, deps=[values])
-        _threads_meet()
+        threads_meet()
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     return p, m, den, acc
@@ -106,161 +106,171 @@ def _steps(first, until, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v
 
 @gluon.jit
 def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t,
-             k_scale_h, v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+             k_scale_h, v_scale_h, scale, cap, window, num_requests, num_heads,
              q_all, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
              PART: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
-             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
-             HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr):  # fmt: skip
-    TOKENS: gl.constexpr = 128 // PACK
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
+             HAS_WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
+             WRITE_LSE: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = 64 // PACK
+    TOKENS: gl.constexpr = 2 * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    ZERO_ROWS: gl.constexpr = 32
+    ZERO_ROWS: gl.constexpr = 4096 // D
     step = 0
     begun = 0
+    num_items = count_blocks(query_offsets, num_requests, TOKENS) * num_heads
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
-            _b, head_id, offset, t0, extend, prefix, end, tiles = row_block(
-                item, query_offsets, prefix_lens, num_requests, num_blocks, num_heads, TOKENS, BLOCK_N
+            _b, head_id, offset, t0, extend, prefix, low, end, tiles = row_block(
+                item, num_items, query_offsets, prefix_lens, num_requests, num_heads, window,
+                TOKENS, BLOCK_N, HAS_WINDOW,
+            )  # fmt: skip
+            kv_head = (head_id * PACK) // GROUP
+            logit_scale = scale
+            value_scale = 1.0
+            if PAGED:
+                logit_scale = scale * gl.load(k_scale + kv_head * k_scale_h)
+                value_scale = gl.load(v_scale + kv_head * v_scale_h)
+            base2 = logit_scale * 1.4426950408889634
+            if HAS_CAP:
+                base2 = 1.0
+            s_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+            s_token = t0 + PART * ROWS + s_rows // PACK
+            last = gl.minimum(prefix + s_token, end - 1)
+            m = gl.full([64], -1.0e38, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            den = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+
+            stage = step % STAGES
+            phase = (step // STAGES) % 2
+            top = low + tiles - 1
+            n = top * BLOCK_N
+            q_at = begun % SETS
+            q_smem = q_all.index(q_at * 2 + PART)
+            mbarrier.wait(q_full.index(q_at), (begun // SETS) % 2)
+            mbarrier.wait(k_full.index(stage), phase)
+            none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+            scores = warpgroup_mma(
+                q_smem, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
             )
-            if tiles > 0:
-                kv_head = (head_id * PACK) // GROUP
-                logit_scale = scale
-                value_scale = 1.0
-                if PAGED:
-                    logit_scale = scale * gl.load(k_scale + kv_head * k_scale_h)
-                    value_scale = gl.load(v_scale + kv_head * v_scale_h)
-                base2 = logit_scale * 1.4426950408889634
-                if HAS_CAP:
-                    base2 = 1.0
-                s_rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-                last = gl.minimum(prefix + t0 + s_rows // PACK, end - 1)
-                m = gl.full([64], -1.0e38, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-                den = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-                acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
-
-                stage = step % STAGES
-                phase = (step // STAGES) % 2
-                n = (tiles - 1) * BLOCK_N
-                q_at = begun % 2
-                q_smem = q_all.index(q_at * 2 + PART)
-                mbarrier.wait(q_full.index(q_at), (begun // 2) % 2)
-                mbarrier.wait(k_full.index(stage), phase)
-                none = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-                scores = warpgroup_mma(
-                    q_smem, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
-                )
-                s = warpgroup_mma_wait(0, deps=[scores])
-                _threads_meet()
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                s = _logits(s, n, last, logit_scale, cap, S_LAYOUT, BLOCK_N, True, HAS_CAP)
-                p, m, den, _alpha = _softmax(s, m, den, base2)
-                if prefix + extend < n + BLOCK_N:
-                    # Rows past the request's end are another's, or NaN, and 0 * NaN is NaN. Both warpgroups
-                    # write the same.
-                    mbarrier.wait(v_full.index(stage), phase)
-                    for part in gl.static_range(BLOCK_N // ZERO_ROWS):
-                        piece = v_smem.index(stage).slice(part * ZERO_ROWS, ZERO_ROWS)
-                        at = (
-                            n + part * ZERO_ROWS + gl.arange(0, ZERO_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
-                        )
-                        value = piece.load(Q_LAYOUT)
-                        piece.store(gl.where(gl.expand_dims(at < prefix + extend, 1), value, 0.0))
-                    fence_async_shared()
-                    _threads_meet()
-
-                whole = tiles - (prefix + t0 + 1) // BLOCK_N  # tiles from here on are seen by every row
-                whole = gl.minimum(gl.maximum(whole, 1), tiles)
-                p, m, den, acc = _steps(
-                    1, whole, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    p, m, den, acc, last, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
-                    True, HAS_CAP,
-                )  # fmt: skip
-                p, m, den, acc = _steps(
-                    whole, tiles, tiles, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    p, m, den, acc, last, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
-                    False, HAS_CAP,
-                )  # fmt: skip
-                step += tiles
-                stage = (step - 1) % STAGES
-                weights = gl.convert_layout(p.to(k_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
-                mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) % 2)
-                values = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[values])
-                _threads_meet()
-                mbarrier.arrive(v_empty.index(stage), count=1)
-
-                factor = value_scale / gl.where(den == 0.0, 1.0, den)
-                natural = gl.where(den == 0.0, float("-inf"), (m + gl.log2(den)) * 0.6931471805599453)
-                if HAS_SINKS or WRITE_LSE:
-                    s_token = t0 + s_rows // PACK
-                    s_heads = head_id * PACK + s_rows % PACK
-                    s_valid = s_token < extend
-                    if HAS_SINKS:
-                        sink = gl.load(sinks + s_heads, mask=s_valid, other=0.0).to(gl.float32)
-                        top = gl.maximum(natural, sink)
-                        total = top + gl.log(gl.exp(natural - top) + gl.exp(sink - top))
-                        factor = factor * gl.exp(natural - total)
-                        natural = total
-                    if WRITE_LSE:
-                        gl.store(
-                            lse + (offset + s_token).to(gl.int64) * lse_t + s_heads, natural, mask=s_valid
-                        )
-                acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
-                # Through the queries' place, which nobody needs any more, so that rows are stored whole.
-                q_smem.store(acc.to(out.dtype.element_ty))
-                result = q_smem.load(Q_LAYOUT)
+            s = warpgroup_mma_wait(0, deps=[scores])
+            threads_meet()
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            s = _logits(s, n, last, window, logit_scale, cap, S_LAYOUT, BLOCK_N, True, HAS_WINDOW, HAS_CAP)
+            p, m, den, _alpha = _softmax(s, m, den, base2)
+            if prefix + extend < n + BLOCK_N:
+                # Rows past the request's end are another's, or NaN, and 0 * NaN is NaN. Both warpgroups
+                # write the same.
+                mbarrier.wait(v_full.index(stage), phase)
+                for part in gl.static_range(BLOCK_N // ZERO_ROWS):
+                    piece = v_smem.index(stage).slice(part * ZERO_ROWS, ZERO_ROWS)
+                    at = n + part * ZERO_ROWS + gl.arange(0, ZERO_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
+                    value = piece.load(Q_LAYOUT)
+                    piece.store(gl.where(gl.expand_dims(at < prefix + extend, 1), value, 0.0))
                 fence_async_shared()
-                _threads_meet()
-                mbarrier.arrive(q_empty.index(q_at), count=1)
-                begun += 1
-                rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
-                token = t0 + rows // PACK
-                row = gl.expand_dims((offset + token).to(gl.int64), 1)
-                heads = gl.expand_dims(head_id * PACK + rows % PACK, 1)
-                columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
-                gl.store(
-                    out + row * out_t + heads * out_h + columns,
-                    result,
-                    mask=gl.expand_dims(token < extend, 1),
-                )
+                threads_meet()
+
+            whole = top + 1 - (prefix + t0 + 1) // BLOCK_N  # tiles from here on are seen by every row ...
+            whole = gl.minimum(gl.maximum(whole, 1), tiles)
+            until = tiles  # ... as long as they lie in every row's window
+            if HAS_WINDOW:
+                until = top + 1 - (gl.maximum(end - window, 0) + BLOCK_N - 1) // BLOCK_N
+                until = gl.minimum(gl.maximum(until, whole), tiles)
+            p, m, den, acc = _steps(
+                1, whole, top, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                p, m, den, acc, last, window, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
+                True, HAS_WINDOW, HAS_CAP,
+            )  # fmt: skip
+            p, m, den, acc = _steps(
+                whole, until, top, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                p, m, den, acc, last, window, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N, STAGES,
+                False, HAS_WINDOW, HAS_CAP,
+            )  # fmt: skip
+            if HAS_WINDOW:
+                p, m, den, acc = _steps(
+                    until, tiles, top, step, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    p, m, den, acc, last, window, logit_scale, cap, base2, S_LAYOUT, O_LAYOUT, BLOCK_N,
+                    STAGES, True, HAS_WINDOW, HAS_CAP,
+                )  # fmt: skip
+            step += tiles
+            stage = (step - 1) % STAGES
+            weights = gl.convert_layout(p.to(k_smem.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+            mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) % 2)
+            values = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[values])
+            threads_meet()
+            mbarrier.arrive(v_empty.index(stage), count=1)
+
+            factor = value_scale / gl.where(den == 0.0, 1.0, den)
+            natural = gl.where(den == 0.0, float("-inf"), (m + gl.log2(den)) * 0.6931471805599453)
+            if HAS_SINKS or WRITE_LSE:
+                s_heads = head_id * PACK + s_rows % PACK
+                s_valid = (s_token < extend) & (s_rows < ROWS * PACK)
+                if HAS_SINKS:
+                    sink = gl.load(sinks + s_heads, mask=s_valid, other=0.0).to(gl.float32)
+                    most = gl.maximum(natural, sink)
+                    total = most + gl.log(gl.exp(natural - most) + gl.exp(sink - most))
+                    factor = factor * gl.exp(natural - total)
+                    natural = total
+                if WRITE_LSE:
+                    gl.store(lse + (offset + s_token).to(gl.int64) * lse_t + s_heads, natural, mask=s_valid)
+            acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)), 1)
+            # Through the queries' place, which nobody needs any more, so that rows are stored whole.
+            q_smem.store(acc.to(out.dtype.element_ty))
+            result = q_smem.load(Q_LAYOUT)
+            fence_async_shared()
+            threads_meet()
+            mbarrier.arrive(q_empty.index(q_at), count=1)
+            begun += 1
+            rows = gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
+            token = t0 + PART * ROWS + rows // PACK
+            row = gl.expand_dims((offset + token).to(gl.int64), 1)
+            heads = gl.expand_dims(head_id * PACK + rows % PACK, 1)
+            columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
+            gl.store(
+                out + row * out_t + heads * out_h + columns,
+                result,
+                mask=gl.expand_dims((token < extend) & (rows < ROWS * PACK), 1),
+            )
 
 
-# Batches come in any size: one kernel for all, whatever divides their numbers.
-@gluon.jit(do_not_specialize=["num_requests", "num_blocks", "num_items"])
+# Batches come in any size: one kernel for all, whatever divides their number.
+@gluon.jit(do_not_specialize=["num_requests"])
 def extend_hopper_kernel(
-    q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, k_scale, v_scale, sinks, out, lse,
-    k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
-    scale, cap, num_requests, num_blocks, num_heads, num_items,
+    q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, k_scale, v_scale, sinks,
+    out, lse, q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t,
+    k_scale_h, v_scale_h, scale, cap, window, num_requests, num_heads,
     PAGE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
-    BOX: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
+    BOX: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """As `extend_tma_kernel`, with D = Dv, no window, and a grid of any size: one program an SM.
+    """As `extend_tma_kernel`, with D = Dv and a grid of any size: one program an SM.
 
-    `q`: a descriptor of boxes `[64 / PACK, PACK, 64]`. `k`, `v`: of boxes `[BOX, 64]`; PAGED: BOX consecutive
-    tokens lie in consecutive slots.
-    `none`: a row past the end of both matrices.
+    `q`: a descriptor of boxes `[64 / PACK, PACK, 64]`, or where PACK doesn't divide 64, the tensor. `k`, `v`:
+    descriptors of boxes `[BOX, 64]`; PAGED: BOX consecutive tokens lie in consecutive slots.
+    `none`: a row past the end of both matrices. SETS: blocks whose queries are there at once.
     """
     HALVES: gl.constexpr = D // 64
     BOXES: gl.constexpr = STAGES * HALVES * (BLOCK_N // BOX)
+    WHOLE: gl.constexpr = 64 % PACK == 0
     dtype: gl.constexpr = k.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # Two sets of queries, a half for each warpgroup.
-    q_smem = gl.allocate_shared_memory(dtype, [4, 64, D], LAYOUT)
-    q_boxes = q_smem._reinterpret(dtype, [4 * HALVES, 64 // PACK, PACK, 64], gl.NVMMASharedLayout(128, 16, 3))
+    # A half of a set for each warpgroup.
+    q_smem = gl.allocate_shared_memory(dtype, [2 * SETS, 64, D], LAYOUT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], LAYOUT)
     k_boxes = k_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
     v_boxes = v_smem._reinterpret(dtype, [BOXES, BOX, 64], LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [SETS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [SETS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    for i in gl.static_range(SETS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
@@ -269,56 +279,44 @@ def extend_hopper_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
-    _threads_meet()
+    threads_meet()
+    if WHOLE:
+        q_parts = q_smem._reinterpret(
+            dtype, [2 * SETS * HALVES, 64 // PACK, PACK, 64], gl.NVMMASharedLayout(128, 16, 3)
+        )
+    else:
+        q_parts = q_smem._reinterpret(dtype, [16 * SETS * HALVES, 8, 64], LAYOUT)
     gl.warp_specialize(
         [
             (_compute, (
                 out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
-                v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                v_scale_h, scale, cap, window, num_requests, num_heads,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                0, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
+                0, GROUP, PACK, D, BLOCK_N, STAGES, SETS, PAGED, HAS_WINDOW, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (_compute, (
                 out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
-                v_scale_h, scale, cap, num_requests, num_blocks, num_heads, num_items,
+                v_scale_h, scale, cap, window, num_requests, num_heads,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                1, GROUP, PACK, D, BLOCK_N, STAGES, PAGED, HAS_CAP, HAS_SINKS, WRITE_LSE,
+                1, GROUP, PACK, D, BLOCK_N, STAGES, SETS, PAGED, HAS_WINDOW, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (fetch, (
-                q, k, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, k_h, page_rows,
-                head_rows, none, num_requests, num_blocks, num_heads, num_items,
-                q_boxes, k_boxes, q_full, q_empty, k_full, k_empty,
-                True, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
+                q, k, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, source_row, k_h,
+                page_rows, head_rows, none, num_requests, num_heads, window,
+                q_parts, k_boxes, q_full, q_empty, k_full, k_empty,
+                WHOLE, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES, SETS, HAS_WINDOW,
             )),
             (fetch, (
-                q, v, source, slot_map, req_rows, query_offsets, prefix_lens, source_row, v_h, page_rows,
-                head_rows, none, num_requests, num_blocks, num_heads, num_items,
-                q_boxes, v_boxes, q_full, q_empty, v_full, v_empty,
-                False, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES,
+                q, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, source_row, v_h,
+                page_rows, head_rows, none, num_requests, num_heads, window,
+                q_parts, v_boxes, q_full, q_empty, v_full, v_empty,
+                False, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES, SETS, HAS_WINDOW,
+            )),
+            (fetch_rows, (
+                q, q_t, q_h, query_offsets, prefix_lens, num_requests, num_heads, q_parts, q_full, q_empty,
+                PACK, HALVES, SETS,
             )),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip
-
-
-def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of boxes `[rows, 64]`: half a head of 128."""
-
-    def make(x: Matrix) -> TensorDescriptor:
-        return described(
-            TensorDescriptor, x.storage, [x.rows, x.width], [x.stride, 1], [rows, 64], layout=_ROWS_OF_KEYS
-        )
-
-    return kv.described(("gluon", rows), make)
-
-
-def query_boxes(q: torch.Tensor, pack: int) -> TensorDescriptor | None:
-    """A descriptor of half the columns of a warpgroup's 64 rows, or None where q's strides forbid it."""
-    size = q.element_size()
-    if q.data_ptr() % 16 or q.stride(0) * size % 16 or q.stride(1) * size % 16 or q.stride(2) != 1:
-        return None
-    made: TensorDescriptor = described(
-        TensorDescriptor, q, [*q.shape], [*q.stride()], [64 // pack, pack, 64], layout=_ROWS_OF_QUERIES
-    )
-    return made

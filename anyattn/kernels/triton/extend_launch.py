@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache as remembered
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ __all__ = ["GLUON_VERSIONS", "ExtendStep", "extend"]
 GLUON_VERSIONS = ("3.6.", "3.7.")
 """Triton versions that the kernel in Gluon was compiled with: the language is experimental."""
 
-HOPPER_DIMS = (64, 128)
+HOPPER_DIMS = (64, 128, 256)
 MIN_BOX = 16
 """Rows of the smallest box: a page of 16. Smaller ones would need a copy for every few rows."""
+MIN_ROWS = 48
+"""Rows with queries, of a warpgroup's 64: below, other kernels are no slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,26 +220,26 @@ def _by_descriptors(call: _Call) -> bool:
 
 
 @remembered
-def _hopper() -> Any:
-    """The module of the kernel in Gluon, or None where this Triton's Gluon isn't known."""
+def _hopper() -> tuple[Any, Any] | None:
+    """The kernel in Gluon and the module of its boxes, or None where this Triton's Gluon isn't known."""
     if not triton.__version__.startswith(GLUON_VERSIONS):
         return None
-    from anyattn.kernels.triton import extend_hopper
+    from anyattn.kernels.triton import extend_hopper, extend_hopper_boxes
 
-    return extend_hopper
+    return extend_hopper.extend_hopper_kernel, extend_hopper_boxes
 
 
 def _by_hand(call: _Call) -> bool:
     """False: another kernel's step."""
     config, heads, hopper = call.config.hopper, call.heads, _hopper()
     assert config is not None
+    pack = heads.group
     if (
         hopper is None
-        or call.variant.window is not None
         or heads.dim != heads.v_dim
         or heads.dim not in HOPPER_DIMS
         or call.q.dtype.itemsize != 2
-        or config.block_m // 2 % heads.group
+        or 64 // pack * pack < MIN_ROWS
     ):
         return False
     run = call.cache.run or call.cache.page
@@ -244,23 +247,26 @@ def _by_hand(call: _Call) -> bool:
     kv = None if box < MIN_BOX else _matrices(call, box)
     if kv is None:
         return False
-    cache, step, out = call.cache, call.step, call.out
-    pack, num_blocks, num_heads = call.blocks(config.block_m)
-    q = hopper.query_boxes(call.q, pack)
+    cache, step, variant, out = call.cache, call.step, call.variant, call.out
+    kernel, its = hopper
+    q = its.query_boxes(call.q, pack)
     if q is None:
         return False
-    items = num_blocks * num_heads
-    k, v = hopper.boxes(kv, box)
+    num_heads = heads.num_q // pack
+    items = (call.q.shape[0] // (64 // pack * 2) + step.req_rows.shape[0]) * num_heads
+    k, v = kv.described(("gluon", box), partial(its.key_boxes, rows=box))
     args = (
         q, k, v, call.source, cache.slot_map if kv.paged else None, step.req_rows, step.query_offsets,
-        step.prefix_lens, cache.k_scale, cache.v_scale, call.sinks, out, call.lse_arg,
-        kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, hopper.OUTSIDE,
+        step.prefix_lens, step.query_offsets if step.kv_start is None else step.kv_start,
+        cache.k_scale, cache.v_scale, call.sinks, out, call.lse_arg,
+        call.q.stride(0), call.q.stride(1), kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, its.OUTSIDE,
         call.source.stride(0), out.stride(0), out.stride(1), call.lse_arg.stride(0), *cache.scale_strides,
-        call.variant.scale, call.variant.cap or 0.0, step.req_rows.shape[0], num_blocks, num_heads, items,
+        variant.scale, variant.cap or 0.0, variant.window or 0, step.req_rows.shape[0], num_heads,
     )  # fmt: skip
     constexprs = {
         "PAGE": cache.page, "GROUP": heads.group, "PACK": pack, "D": heads.dim, "BLOCK_N": config.block_n,
-        "BOX": box, "STAGES": config.num_stages, "PAGED": kv.paged, **call.features(),
+        "BOX": box, "STAGES": config.num_stages, "SETS": 1 if heads.dim > 128 else 2, "PAGED": kv.paged,
+        "HAS_WINDOW": variant.window is not None, **call.features(),
     }  # fmt: skip
-    _start(hopper.extend_hopper_kernel, min(items, num_units(call.q.device)), args, constexprs, config)
+    _start(kernel, min(items, num_units(call.q.device)), args, constexprs, config)
     return True

@@ -222,7 +222,7 @@ def test_the_backend_reads_new_keys_where_nothing_is_cached(
 ) -> None:
     """Pages of 4 are too short for descriptors: k and v as given aren't."""
     offer_triton()
-    case = Case(prefix_lens=prefix, extend_lens=(37, 20), page_size=4, head_dim=16, v_head_dim=16)
+    case = Case(prefix_lens=prefix, extend_lens=(97, 20), page_size=4, head_dim=16, v_head_dim=16)
     report = check_case(case, backend="triton")
     assert report.passed, str(report)
     assert [name for name in launched if name.startswith("extend")] == [kernel]
