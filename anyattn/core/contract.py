@@ -85,6 +85,8 @@ class AttentionBackend(StepBackend):
         plan = self._eager.renewed(batch, self._check_batch, self.renews)
         if plan is None:
             plan = self._eager.kept(self._prepare(batch, None, in_capture=False))
+        else:
+            self.replan(plan)
         self.init_forward_metadata_in_graph(plan)
         return plan
 
@@ -154,7 +156,8 @@ class AttentionBackend(StepBackend):
         return False
 
     def replan(self, plan: Plan) -> None:
-        """Before a replay: whatever of `plan.private` depends on lengths, at its captured addresses.
+        """Before a replay, and for an eager plan that takes another batch (`renews`): whatever of
+        `plan.private` depends on lengths; at its captured addresses.
 
         Default: `plan_private` again, for families whose planning reuses what it made for this shape.
         """

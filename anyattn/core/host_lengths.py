@@ -25,6 +25,11 @@ class Exact:
         """KV tokens of the longest request; 0 without any."""
         return int(self.seq_lens.max()) if self.seq_lens.numel() else 0
 
+    @cached_property
+    def total(self) -> int:
+        """KV tokens of all requests."""
+        return int(self.seq_lens.sum())
+
 
 @dataclass(frozen=True)
 class UpperBound:

@@ -19,6 +19,7 @@ from anyattn.core.spec import AttentionSpec
 PAGE, CONTEXT, REQUESTS = 4, 64, 8
 REQUEST_TABLE = TableForm(TableKind.REQUEST_TABLE)
 BLOCKS = TableForm(TableKind.BLOCK_TABLE, kernel_page=PAGE, width_multiple=2)
+PAGES = TableForm(TableKind.PAGE_CSR, kernel_page=PAGE, index_slack=2)
 
 
 class Steps:
@@ -65,7 +66,7 @@ def values(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
     for name in ("req_pool_indices", "seq_lens", "prefix_lens", "extend_lens", "query_offsets", "positions"):
         found[name] = getattr(plan, name)
-    for name in ("kv_start", "kv_lens", "block_table", "indptr", "indices"):
+    for name in ("kv_start", "kv_lens", "block_table", "indptr", "indices", "last_page_len"):
         found[name] = getattr(table, name)
     found |= {str(space): loc for space, loc in plan.write_locs.items()}
     return {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in found.items()}

@@ -77,9 +77,13 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
     "plans at fixed addresses": (
         f"{_EAGER}:layout_of", "not plan.stable and ", "", promises.test_plans_in_buffers_are_never_kept,
     ),
-    "lists that lengths add up to": (
-        f"{_EAGER}:layout_of", "table.indices is not None or ", "",
-        blocks(promises.test_lists_as_long_as_the_lengths_add_up_to_are_not_kept),
+    "tables that windows trim": (
+        f"{_EAGER}:layout_of", " and not trimmed", "",
+        blocks(promises.test_tables_that_windows_trim_are_not_kept),
+    ),
+    "the room of lists": (
+        f"{_COMPILER}.fits", "if table.indices.shape[0] != entries + table.form.index_slack:", "if False:",
+        blocks(promises.test_a_list_without_room_is_made_anew),
     ),
     "vectors on the device": (
         f"{_COMPILER}.fits", "if not value.is_cpu:", "if False:",

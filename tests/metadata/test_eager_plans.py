@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_steps import BLOCKS, CONTEXT, PAGE, REQUEST_TABLE, REQUESTS, Steps, values
+from eager_steps import BLOCKS, CONTEXT, PAGE, PAGES, REQUEST_TABLE, REQUESTS, Steps, values
 
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.capturing import marked_as_capturing
@@ -20,7 +20,7 @@ from anyattn.core.streams import EventRecorder
 from anyattn.errors import BatchError
 
 
-@pytest.fixture(params=[REQUEST_TABLE, BLOCKS], ids=["request-table", "block-table"])
+@pytest.fixture(params=[REQUEST_TABLE, BLOCKS, PAGES], ids=["request-table", "block-table", "page-csr"])
 def steps(request: pytest.FixtureRequest) -> Steps:
     return Steps(request.param)
 
@@ -119,16 +119,27 @@ def test_wider_block_tables_are_made_anew() -> None:
     assert [steps.plan(steps.batch(n, 16)).max_kv_len for n in (3, 9, 16)] == [16] * 3
 
 
-def test_lists_as_long_as_the_lengths_add_up_to_are_not_kept() -> None:
-    for form in (TableForm(TableKind.TOKEN_CSR), TableForm(TableKind.PAGE_CSR, kernel_page=PAGE)):
-        steps = Steps(form)
-        for lens in ((5, 9), (6, 10)):
-            steps.plan(steps.batch(*lens))
-        assert not steps.eager._plans
-    trimmed = Steps(BLOCKS, window=6)
-    for lens in ((5, 9), (30, 10)):
-        trimmed.plan(trimmed.batch(*lens))
-    assert not trimmed.eager._plans
+@pytest.mark.parametrize("kind", [TableKind.TOKEN_CSR, TableKind.PAGE_CSR])
+def test_lists_of_pages_have_room_for_later_steps(kind: TableKind) -> None:
+    page = 1 if kind is TableKind.TOKEN_CSR else PAGE
+    steps = Steps(TableForm(kind, kernel_page=page, index_slack=3))
+    seen = {id(steps.plan(steps.batch(*lens))) for lens in ((5, 9), (6, 10), (1, 1), (30, 30))}
+    assert len(seen) == 1
+
+
+def test_a_list_without_room_is_made_anew() -> None:
+    steps = Steps(TableForm(TableKind.TOKEN_CSR))
+    short, full = ([n] * REQUESTS for n in (5, CONTEXT))
+    plans = [id(steps.plan(steps.batch(*lens))) for lens in (short, full, short, full)]
+    assert plans[0] == plans[2] != plans[1] == plans[3]
+
+
+def test_tables_that_windows_trim_are_not_kept() -> None:
+    for form in (BLOCKS, TableForm(TableKind.PAGE_CSR, kernel_page=PAGE)):
+        trimmed = Steps(form, window=6)
+        for lens in ((5, 9), (30, 10)):
+            trimmed.plan(trimmed.batch(*lens))
+        assert not trimmed.eager._plans
 
 
 def test_windows_of_request_tables() -> None:

@@ -19,7 +19,7 @@ from anyattn.backends.cuda.flashinfer_plan import HostArrays, inner_backend, mer
 from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.backends.cuda.fused_writes import offer_writer
-from anyattn.core.batch import ForwardMode
+from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup
@@ -118,10 +118,15 @@ class FlashInfer(AttentionBackend):
         if host.num_tokens:
             StepPlanner(self._setup, plan, host, in_capture=in_capture).run()
 
+    def renews(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """The same wrappers, planned again."""
+        return True
+
     def replan(self, plan: Plan) -> None:
-        """Plan the captured wrappers again, on the same addresses, from the new lengths."""
+        """Plan the captured wrappers again, on the same addresses, or those of an eager plan."""
         host = HostArrays(plan)
         plan.private.num_tokens = host.num_tokens
+        plan.private.lease = None  # which gives an eager plan's wrappers back, to be lent at once
         StepPlanner(self._setup, plan, host, in_capture=False).run()
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:

@@ -20,7 +20,7 @@ from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
 from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, StepStorage
 from anyattn.core.metadata.checks import check_host, check_same_shape, check_values, same_shape
-from anyattn.core.metadata.extent import max_kv_len, max_q_len, table_extent, table_mirrors
+from anyattn.core.metadata.extent import csr_entries, max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.metadata.upload import Uploader, UploadLayout
@@ -151,6 +151,10 @@ class MetadataCompiler:
             if table.block_table is not None:
                 pages = -(-max_kv_len(batch, self.table.max_context) // table.form.kernel_page)
                 if table.block_table.shape[1] != _width(pages, table.form):
+                    return False
+            if table.indices is not None:
+                entries = csr_entries(batch, table.form.kernel_page, self.table.max_context)
+                if table.indices.shape[0] != entries + table.form.index_slack:
                     return False
         return True
 

@@ -19,7 +19,7 @@ from anyattn.core.capturing import is_capturing
 from anyattn.core.groups import Space
 from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.metadata.upload import UploadLayout
-from anyattn.core.plan import Plan
+from anyattn.core.plan import Plan, TableKind
 from anyattn.core.strategy import Strategy
 from anyattn.core.streams import EventRecorder
 
@@ -93,8 +93,8 @@ def layout_of(plan: Plan) -> UploadLayout | None:
     """
     plain = not plan.stable and plan.strategy is Strategy.PAGED and plan.mla_method is None
     for group, table in plan.tables.items():
-        listed = table.indices is not None or (table.block_table is not None and group.window is not None)
-        plain = plain and group.space is not Space.ENCODER and not listed
+        trimmed = group.window is not None and table.form.kind is not TableKind.REQUEST_TABLE
+        plain = plain and group.space is not Space.ENCODER and not trimmed
     if not plain:
         return None
     batch = plan.batch

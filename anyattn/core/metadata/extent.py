@@ -14,7 +14,9 @@ from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import HostTable, TableForm, TableKind
 from anyattn.errors import BatchError
 
-__all__ = ["Extent", "max_kv_len", "max_q_len", "table_extent", "table_mirrors"]
+__all__ = ["Extent", "csr_entries", "max_kv_len", "max_q_len", "table_extent", "table_mirrors"]
+
+_LEAST_ROOM = 64  # entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +78,21 @@ def table_extent(
             longest = max_kv_len(batch, longest)
         pages = -(-longest // page)
         return Extent(batch.batch_size * pages, pages, mirrors)
+    whole = group.window is None and not prefix_only and not encoder
+    if whole and batch.forward_mode is ForwardMode.DECODE:
+        return Extent(csr_entries(batch, page, table.max_context), 0, mirrors)
     counts = (_listed(batch, group, page, prefix_only) + (page - 1)) // page
     return Extent(int(counts.sum()), int(counts.max()) if counts.numel() else 0, mirrors)
+
+
+def csr_entries(batch: ForwardBatch, page: int, max_context: int) -> int:
+    """Room of a decode step's list of all pages: rounded up, so that it lasts for some steps."""
+    exact = batch.exact
+    if exact is None:
+        return batch.batch_size * -(-max_kv_len(batch, max_context) // page)
+    most = (exact.total + batch.batch_size * (page - 1)) // page
+    step = max(_LEAST_ROOM, 1 << max(0, most.bit_length() - 4))
+    return -(-most // step) * step
 
 
 def table_mirrors(

@@ -150,13 +150,6 @@ MUTANTS = (
         names=("several-plans", "steps", "decode"),
     ),
     Mutant(
-        name="flashinfer: planned again over the tables before",
-        where=f"{_NATIVE}:DecodeAgain.plan",
-        old="if table is not None:",
-        new="if False:",
-        names=("several-plans", "steps", "decode"),
-    ),
-    Mutant(
         name="flashinfer: planned again for another batch size",
         where=f"{_NATIVE}:DecodeAgain.plan",
         old="if known.shape != shape:",

@@ -64,16 +64,14 @@ def test_other_lengths_of_a_shape_are_planned_natively(calls: Calls, model: str)
         assert torch.equal(out, _alone(setting, lens, **options)), lens
 
 
-def test_another_batch_size_is_planned_from_scratch(calls: Calls) -> None:
+@pytest.mark.parametrize("renewed", [False, True])
+def test_another_batch_size_is_planned_from_scratch(calls: Calls, renewed: bool) -> None:
     setting = Setting([spec()])
-    for lens, fresh in (
-        ((30, 7), 1),
-        ((30, 7, 5), 1),
-        ((31, 8, 6), 0),
-        ((9, 9), 1),
-        ((10, 10), 0),
-        ((4,), 1),
-    ):
+    if not renewed:  # else each size has plans of its own, and wrappers with them
+        setting.backend._eager._usable = False
+    again = 0 if renewed else 1
+    sizes = (((30, 7), 1), ((30, 7, 5), 1), ((31, 8, 6), 0), ((9, 9), again), ((10, 10), 0), ((4,), 1))
+    for lens, fresh in sizes:
         before = _plans(calls)
         out = _run(setting, setting.decode(*lens))
         assert _plans(calls) - before == fresh, lens
@@ -154,6 +152,7 @@ def test_a_wrapper_without_a_native_planner_plans_from_scratch(calls: Calls) -> 
 
 def test_a_plan_that_fails_leaves_nothing_behind(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting([spec()])
+    setting.backend._eager._usable = False
     _run(setting, setting.decode(30, 7))
     wrapper = calls.of("make")[0][1]
 
@@ -188,3 +187,44 @@ def test_replays_take_the_native_planner_alone(calls: Calls) -> None:
         for layer in range(2):
             assert torch.equal(_run(setting, later, layer, plan), _run(other, theirs, layer))
     assert torch.equal(_run(setting, eager, 0, alive), _alone(setting, (20, 21))), "an eager plan beside it"
+
+
+def test_a_plan_that_nobody_holds_is_planned_on_its_own_wrappers(calls: Calls) -> None:
+    setting = Setting([spec(), spec(num_q_heads=4)])
+    places, made = set(), 0
+    for step, lens in enumerate(((30, 7), (31, 8), (12, 33), (48, 1))):
+        batch = setting.decode(*lens)
+        plan = setting.backend.init_forward_metadata(batch)
+        places.add((id(plan), *(id(run.keys) for run in plan.private.runs)))
+        made = len(calls.of("make")) if step == 0 else made
+        own = [c[1] for c in calls.of("make")][:made]
+        assert [run.keys for run in plan.private.runs] == own
+        other = Setting(setting.specs)
+        theirs = other.decode(*lens)
+        for layer in range(2):
+            want = _run(other, theirs, layer)
+            assert torch.equal(_run(setting, batch, layer, plan), want), (step, layer)
+        del plan
+    assert len(places) == 1
+
+
+def test_a_native_planner_that_refuses_leaves_a_plan_that_is_planned_in_whole(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting([spec(), spec(num_q_heads=4)])
+    _run(setting, setting.decode(30, 7))
+    module = calls.of("make")[1][1]._cached_module
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "plan", refuse, raising=False)
+        with pytest.raises(RuntimeError, match="no room"):
+            _run(setting, setting.decode(31, 8))
+    for lens in ((40, 2), (41, 3)):
+        batch, other = setting.decode(*lens), Setting(setting.specs)
+        theirs = other.decode(*lens)
+        plan = setting.backend.init_forward_metadata(batch)
+        for layer in range(2):
+            assert torch.equal(_run(setting, batch, layer, plan), _run(other, theirs, layer))
