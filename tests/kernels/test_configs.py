@@ -108,14 +108,15 @@ def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, parts
 
 @pytest.mark.parametrize(("batch", "longest"), [(1, 32_768), (2, 16_384), (4, 8192), (8, 4096)])
 def test_long_parts_are_merged_by_decode_itself(batch: int, longest: int) -> None:
-    """Where the merge can't start early anyway; one launch, and less to do."""
+    """Everywhere where the merge can't start early; short ones, where it can, outside of graphs."""
     got = choose_decode(batch, 8, longest, 128, 2, "sm90", 132, even=True)
     assert (got.merged, got.overlap) == (True, 0)
     assert not choose_decode(batch, 8, longest, 128, 2, "sm90", 132).merged, "ranges"
-    assert not choose_decode(batch, 8, longest // 8, 128, 2, "sm90", 132, even=True).merged, "short"
+    short = choose_decode(batch, 8, longest // 8, 128, 2, "sm90", 132, even=True)
+    assert (short.merged, short.overlap) == (True, 2)
     for arch in ("gfx942", "gfx1201", "sm100"):
         assert not choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True).merged, "not measured"
-    assert not choose_decode(1, 1, longest, 128, 2, "sm90", 132, even=True).merged, "132 pieces"
+    assert not choose_decode(1, 1, 131_072, 128, 2, "sm90", 132, even=True).merged, "132 pieces"
     assert not choose_decode(132, 8, longest, 128, 2, "sm90", 132, even=True).merged, "not cut"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from anyattn.kernels.triton.attention import Cache, Heads, Variant, decode_progr
 from anyattn.kernels.triton.configs import Decode
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.decode import decode_kernel
-from anyattn.kernels.triton.launch import Fixed, Started, direct_device, launch
+from anyattn.kernels.triton.launch import Fixed, Started, direct_device, is_eager, launch
 from anyattn.kernels.triton.merge import merge_ranges_kernel
 from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
@@ -63,6 +63,19 @@ class DecodeStep:
     def fixed(self) -> tuple[Fixed, Fixed]:
         """Arguments of decode and of its merge, the same for every layer."""
         return self.with_pieces(self.pieces)
+
+    @property
+    def apart(self) -> DecodeStep:
+        """The same step with a merge of its own: in a graph, where it starts early, that takes less time.
+
+        Made anew: whoever counts what holds the tensors isn't to find it.
+        """
+        return replace(self, tiles=replace(self.tiles, merged=False))
+
+    def here(self) -> DecodeStep:
+        """What is launched where we are: eager calls are spared a launch, which costs a graph nothing."""
+        tiles = self.tiles
+        return self.apart if tiles.merged and tiles.overlap and not is_eager() else self
 
     @cached_property
     def number(self) -> int:
@@ -195,6 +208,7 @@ def decode(
 
     `work`: workspace in place of the step's, for layers with other heads.
     """
+    step = step.here()
     tiles, sinks = step.tiles, variant.sinks
     layer: _Layer | None = cache.memo.get("decode")
     if layer is None or not layer.serves(heads, tiles, lse is not None, q.dtype):
@@ -219,6 +233,8 @@ def decode(
     )
     started = layer.started.get(known)
     if started is None:
+        if tiles.merged and tiles.overlap:  # a capture, where nothing can be compiled, is to find the others
+            decode(q, cache, step.apart, heads, variant, out, lse, work)
         started = _launch(layer, step, heads, q, out, lse, sinks, strides, own, merging)
         if known[3] == 0:  # of odd addresses, any may be the odd one
             layer.started[known] = started

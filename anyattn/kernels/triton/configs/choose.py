@@ -48,7 +48,7 @@ class Decode:
 
     `split`: a request may be cut; if not, a range is a request. `parts`: every request is cut into as many,
     0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`. `merged`: the program that ends a
-    request merges its pieces, and there is one launch.
+    request merges its pieces, and there is one launch; with `overlap` not in graphs.
     """
 
     block_n: int
@@ -179,7 +179,7 @@ def choose_decode(
         ranges = min(_fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
     short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
-    merged = split and 0 < parts <= MERGED_PIECES and batch * tiles > row.merged * ranges > 0
+    merged = row.merged and split and 0 < parts <= MERGED_PIECES
     return Decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
         parts if split else 0, row.half, merged,

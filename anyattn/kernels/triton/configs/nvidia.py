@@ -48,7 +48,7 @@ DECODE = (
         max_dim=64, wide=Tile(256, 4, 3), narrow=Tile(128, 4, 4), walk=Tile(128, 4, 3), walk_always="uneven"
     ),
     _hopper(
-        max_dim=128, wide=Tile(128, 4, 3), narrow=Tile(64, 4, 4), walk=Tile(64, 4, 3), overlap=2, merged=8
+        max_dim=128, wide=Tile(128, 4, 3), narrow=Tile(64, 4, 4), walk=Tile(64, 4, 3), overlap=2, merged=True
     ),
     _hopper(
         max_dim=256, wide=Tile(64, 4, 3), narrow=Tile(32, 4, 4), walk=Tile(32, 4, 3), walk_always="uneven"

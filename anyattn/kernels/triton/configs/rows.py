@@ -28,7 +28,7 @@ class DecodeRow:
     `walk`: where ranges hold several requests, with `walk_per_unit` programs, in every such step, in those
     with scattered keys alone, or instead of equal parts too. `half`: 8-bit keys are multiplied as float16.
     `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
-    2 decode too. `merged`: equal parts of more than so many tiles are merged by decode itself; 0: none.
+    2 decode too. `merged`: decode itself merges equal parts (see `Decode`).
     `triton`: beginnings of the versions that the row is for; none = all.
     """
 
@@ -44,7 +44,7 @@ class DecodeRow:
     walk_always: str = ""
     half: bool = False
     overlap: int = 0
-    merged: int = 0
+    merged: bool = False
     triton: tuple[str, ...] = ()
     evidence: str = ""
 
