@@ -41,7 +41,10 @@ _LN2 = math.log(2.0)
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What is constant of a layer. Scales are None where they are 1; `*_heads [1, Hq, 1]`: per head."""
+    """What is constant of a layer. Scales are None where they are 1; `*_heads [1, Hq, 1]`: per head.
+
+    `plain`: no scales and no sinks.
+    """
 
     layer: AttentionLayer
     slot: int
@@ -51,6 +54,11 @@ class _Layer:
     k_heads: torch.Tensor | None
     v_heads: torch.Tensor | None
     sinks: torch.Tensor | None
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        scales = (self.k_scale, self.v_scale, self.k_heads, self.v_heads)
+        self.plain = self.sinks is None and all(scale is None for scale in scales)
 
 
 class FlashInfer(AttentionBackend):
@@ -147,11 +155,16 @@ class FlashInfer(AttentionBackend):
 
     def forward_decode(self, call: AttentionCall) -> None:
         """One query a request over its table."""
-        layer = self._layer(call)
-        wrapper = call.plan.private.runs[layer.slot].keys
-        self._over_table(wrapper, call.q, layer, call.out, call.lse)
-        if call.lse is not None:
-            call.lse.mul_(_LN2)
+        layer = self._layers.get(call.layer.layer_id)
+        if layer is None or layer.layer is not call.layer:
+            layer = self._layer(call)
+        wrapper, q, out, lse = call.plan.private.runs[layer.slot].keys, call.q, call.out, call.lse
+        if lse is None and layer.plain and _as_stored(q) and _as_stored(out):
+            wrapper.run(q, layer.cache, out=out)
+            return
+        self._over_table(wrapper, q, layer, out, lse)
+        if lse is not None:
+            lse.mul_(_LN2)
 
     def forward_extend(self, call: AttentionCall) -> None:
         """Everything through the table, or k and v alone, or both merged."""
@@ -258,10 +271,14 @@ class FlashInfer(AttentionBackend):
         )  # fmt: skip
 
 
+def _as_stored(x: torch.Tensor) -> bool:
+    """Kernels can load and store it as it is: dense rows (whose heads are whole multiples of 16 bytes)."""
+    return x.is_contiguous() and not x.data_ptr() & 15
+
+
 def _dense(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
     """Kernels write dense rows."""
-    plain = out.is_contiguous() and not out.data_ptr() % 16
-    return plain and (lse is None or lse.is_contiguous())
+    return _as_stored(out) and (lse is None or lse.is_contiguous())
 
 
 def _number(scale: KVScale) -> float | None:
