@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         name="flashinfer: log-sum-exp left in base 2 by decode",
         where=f"{_ADAPTER}:FlashInfer.forward_decode",
-        old="call.lse.mul_(_LN2)",
-        new="call.lse.mul_(1.0)",
+        old="lse.mul_(_LN2)",
+        new="lse.mul_(1.0)",
         names=("log-sum-exp",),
         report="flashinfer#4485",
     ),
