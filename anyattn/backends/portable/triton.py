@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,7 +79,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(config)
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
-        self.compiler.filler = FusedFiller(self.table)
+        self.compiler.filler = FusedFiller(self.table, _dealt)
         self._layers: dict[int, _Layer] = {}
         self._heads = {
             group: kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)
@@ -183,11 +184,9 @@ class TritonAttention(AttentionBackend):
         return True
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:  # anyattn: in-graph
-        """Tables, then how decode deals them out."""
+        """Tables and how decode deals them out, then how verification does."""
         super().init_forward_metadata_in_graph(plan)
         if isinstance(plan.private, _Step):
-            for step in plan.private.decode.values():
-                fill_ranges(step)
             for few in plan.private.verify.values():
                 fill_ranges(few.dealt)
 
@@ -288,6 +287,11 @@ class TritonAttention(AttentionBackend):
         )
         heads = kernels.Heads(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim)
         return _Layer(layer, cache, heads, *variants)
+
+
+def _dealt(plan: Plan) -> Iterable[DecodeStep]:
+    """Decode steps whose ranges are filled with the plan's tables."""
+    return plan.private.decode.values() if isinstance(plan.private, _Step) else ()
 
 
 def _even(batch: ForwardBatch, group: PlanGroup, in_capture: bool) -> bool:

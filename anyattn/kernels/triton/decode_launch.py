@@ -16,11 +16,19 @@ from anyattn.kernels.triton.launch import Fixed, Started, direct_device, is_eage
 from anyattn.kernels.triton.merge import merge_ranges_kernel
 from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
-__all__ = ["DecodeStep", "decode", "fill_ranges", "pieces", "started_decode"]
+__all__ = [
+    "RANGES_CONSTEXPRS",
+    "DecodeStep",
+    "decode",
+    "fill_ranges",
+    "pieces",
+    "ranges_constants",
+    "started_decode",
+]
 
 _WARP = 128  # numbers of a row that a warp merges
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
-_RANGES_CONSTEXPRS = (
+RANGES_CONSTEXPRS = (
     "BLOCK_N",
     "SUB",
     "HAS_WINDOW",
@@ -31,6 +39,7 @@ _RANGES_CONSTEXPRS = (
     "PARTS",
     "ARRIVALS",
 )
+"""What a kernel that deals a step out is compiled for, in its order; see `ranges_kernel`."""
 _fills: dict[tuple[Any, ...], Started] = {}
 _alike: dict[tuple[Any, ...], int] = {}
 
@@ -115,25 +124,28 @@ def pieces(rows: int, heads: Heads, tiles: Decode, device: torch.device) -> Piec
     )
 
 
+def ranges_constants(step: DecodeStep) -> tuple[int, ...]:
+    """Of `RANGES_CONSTEXPRS`, what deals the step out."""
+    batch, tiles = step.req_rows.shape[0], step.tiles
+    return (
+        tiles.block_n,
+        sub_page(step.run, tiles.block_n),
+        step.window is not None,
+        tiles.min_tiles,
+        tiles.split,
+        tiles.split and not tiles.parts and batch <= min(tiles.num_ranges, _BLOCK_B),
+        _FEW_B if batch <= _FEW_B else _BLOCK_B,
+        tiles.parts,
+        decode_programs(step.heads) if tiles.merged else 0,
+    )
+
+
 def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
     """Deal the step out, on the device: one launch whose grid depends on the chip and the batch alone."""
     batch, tiles, device = step.req_rows.shape[0], step.tiles, direct_device()
     tensors = (step.req_rows, step.kv_start, step.kv_lens, step.ranges)
     numbers = (batch, tiles.num_ranges, step.window or 0)
-    own = tiles.split and not tiles.parts and batch <= min(tiles.num_ranges, _BLOCK_B)
-    block_b = _FEW_B if batch <= _FEW_B else _BLOCK_B
-    sub = sub_page(step.run, tiles.block_n)
-    constants = (
-        tiles.block_n,
-        sub,
-        step.window is not None,
-        tiles.min_tiles,
-        tiles.split,
-        own,
-        block_b,
-        tiles.parts,
-        decode_programs(step.heads) if tiles.merged else 0,
-    )
+    constants = ranges_constants(step)
     odd = 0
     if device >= 0:
         places = [tensor.data_ptr() for tensor in tensors]
@@ -142,10 +154,10 @@ def fill_ranges(step: DecodeStep) -> None:  # anyattn: in-graph
         if started is not None:
             started.start(torch._C._cuda_getCurrentRawStream(device), tiles.num_ranges, *places, *numbers)
             return
-    constexprs = dict(zip(_RANGES_CONSTEXPRS, constants, strict=True))
+    constexprs = dict(zip(RANGES_CONSTEXPRS, constants, strict=True))
     compiled = launch(
         ranges_kernel, (tiles.num_ranges,), (*tensors, *numbers), constexprs,
-        num_warps=1 if block_b == _FEW_B else 4, num_stages=1,
+        num_warps=1 if batch <= _FEW_B else 4, num_stages=1,
     )  # fmt: skip
     if compiled is not None and odd == 0:
         _fills[device, odd, constants] = Started(compiled, constants)

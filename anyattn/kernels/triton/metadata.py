@@ -1,6 +1,7 @@
 """Every table of a step in one launch, equal bit for bit to `core.metadata.tables`.
 
-A program serves one request and one job: job 0 is the step's own vectors, job g + 1 is table group g. It
+A program serves one request and one job: job 0 is the step's own vectors, job g + 1 is table group g. A last
+job may deal out a decode step, a range a program (`ranges.py`). A program
 computes where its request starts from the lengths themselves (a masked sum over the batch, B reads from
 cache), so no program waits for another and no launch waits for the host.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from anyattn.kernels.triton.ranges import deal
 
 __all__ = ["BLOCK_TABLE", "CSR", "NO_TABLE", "SLOTS", "metadata_kernel"]
 
@@ -24,6 +27,7 @@ NO_TABLE, CSR, BLOCK_TABLE = 0, 1, 2
 # in the middle of serving.
 _VARYING = (
     "source_row", "source_columns", "encoder_row", "encoder_columns", "batch", "num_tokens", "splits",
+    "num_ranges", "window",
     *(f"{name}{slot}" for slot in range(SLOTS) for name in ("window", "size")),
 )  # fmt: skip
 
@@ -73,10 +77,10 @@ def _entries_before(seq_lens, extend_lens, window, b, batch, PAGE: tl.constexpr,
 
 
 @triton.jit
-def _fill_tail(out, total, size, value, CHUNK: tl.constexpr):
+def _fill_tail(out, total, size, value, programs, CHUNK: tl.constexpr):
     """`value` from `total` to `size`, dealt over all programs of the job."""
     first = total.to(tl.int64) + tl.program_id(0).to(tl.int64) * CHUNK
-    for begin in range(first, size, tl.num_programs(0) * CHUNK):
+    for begin in range(first, size, programs * CHUNK):
         at = begin + tl.arange(0, CHUNK)
         tl.store(out + at, tl.full([CHUNK], value, out.dtype.element_ty), mask=at < size)
 
@@ -100,7 +104,7 @@ def _step(
             j = begin + tl.arange(0, CHUNK)
             inside = (j < extend) & (before + j < num_tokens)
             tl.store(positions + before + j, (prefix + j).to(tl.int64), mask=inside)
-        _fill_tail(positions, total, num_tokens, 0, CHUNK)
+        _fill_tail(positions, total, num_tokens, 0, batch * splits, CHUNK)
 
 
 @triton.jit
@@ -138,7 +142,7 @@ def _table(
             live = (j < count) & (before + j < size)
             entry = _entries(line, columns, start, j, live, PAGE)
             tl.store(out + before + j, entry.to(out.dtype.element_ty), mask=live)
-        _fill_tail(out, total, size, FILL, CHUNK)
+        _fill_tail(out, total, size, FILL, batch * splits, CHUNK)
     if KIND == 2:
         line = source + tl.load(rows + b) * source_row
         target = out + b.to(tl.int64) * size
@@ -178,19 +182,31 @@ def metadata_kernel(
     kv_start0, kv_lens0, indptr0, last_page_len0, out0,
     kv_start1, kv_lens1, indptr1, last_page_len1, out1,
     kv_start2, kv_lens2, indptr2, last_page_len2, out2,
-    kv_start3, kv_lens3, indptr3, last_page_len3, out3,
+    kv_start3, kv_lens3, indptr3, last_page_len3, out3, ranges,
     source_row, source_columns, encoder_row, encoder_columns, batch, num_tokens, splits,
-    window0, size0, window1, size1, window2, size2, window3, size3,
+    window0, size0, window1, size1, window2, size2, window3, size3, num_ranges, window,
     GROUPS: tl.constexpr, ENCODER: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr,
     FILL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, DEAL_B: tl.constexpr, PARTS: tl.constexpr,
+    ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Grid `(B * splits, 1 + GROUPS)`; part p of a request takes its chunks p, p + splits, ….
 
     Bit g of ENCODER: group g lists the encoder's tokens. `prefix_lens` None: job 0 has nothing to do.
+    `ranges`: one job more, for which the grid may be longer: the decode step of `window` is dealt out from
+    its lengths (BLOCK_N and the following: see `ranges_kernel`), whose tables other programs are writing.
     """
     job = tl.program_id(1)
     b = tl.program_id(0) // splits
     part = tl.program_id(0) % splits
+    if ranges is not None:
+        if job == GROUPS + 1:
+            if tl.program_id(0) < num_ranges:
+                deal(rows, seq_lens, extend_lens, ranges, tl.program_id(0), batch, num_ranges, window,
+                     BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, DEAL_B, PARTS, ARRIVALS,
+                     PAGE)  # fmt: skip
+        job = tl.where(b < batch, job, GROUPS + 1)  # the other jobs have fewer programs
     if prefix_lens is not None:
         if job == 0:
             _step(seq_lens, extend_lens, prefix_lens, query_offsets, positions,

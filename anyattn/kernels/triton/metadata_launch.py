@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,12 @@ import torch
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import Plan, Table, TableForm, TableKind
+from anyattn.kernels.triton.decode_launch import (
+    RANGES_CONSTEXPRS,
+    DecodeStep,
+    fill_ranges,
+    ranges_constants,
+)
 from anyattn.kernels.triton.launch import Started, direct_device, launch
 from anyattn.kernels.triton.metadata import BLOCK_TABLE, CSR, NO_TABLE, SLOTS, metadata_kernel
 
@@ -27,8 +33,11 @@ _KINDS = {
 _NO_FORM = TableForm(TableKind.REQUEST_TABLE)
 _NO_GROUP: tuple[tuple[Any, ...], tuple[int, int]] = ((None,) * 5, (NO_WINDOW, 0))
 
-_TENSORS = 9 + 5 * SLOTS
-"""Arguments before the numbers: the step's, and those of each group."""
+_TENSORS = 9 + 5 * SLOTS + 1
+"""Arguments before the numbers: the step's, those of each group, and ranges."""
+
+_DEAL_CONSTEXPRS = tuple("DEAL_B" if name == "BLOCK_B" else name for name in RANGES_CONSTEXPRS)
+_NO_DEAL = (0,) * len(RANGES_CONSTEXPRS)
 
 _Groups = Sequence[tuple[TableGroup, Table]]
 
@@ -42,6 +51,7 @@ class _Again(NamedTuple):
     started: Started
     grid: tuple[int, int]
     values: list[Any]
+    others: tuple[DecodeStep, ...]
 
 
 class FusedFiller:
@@ -52,12 +62,19 @@ class FusedFiller:
     """
 
     def __init__(
-        self, table: RequestTable, *, chunk: int = 1024, block_b: int = 1024, programs: int = 1024
+        self,
+        table: RequestTable,
+        dealt: Callable[[Plan], Iterable[DecodeStep]] | None = None,
+        *,
+        chunk: int = 1024,
+        block_b: int = 1024,
+        programs: int = 1024,
     ) -> None:
         """Args: `chunk` entries a program writes at a time, `block_b` lengths it sums at a time (powers of
-        two), `programs`: long rows are split until a job has about this many.
+        two), `programs`: long rows are split until a job has about this many. `dealt`: a plan's decode
+        steps, which are dealt out as well, the first of them in the same launch.
         """
-        self.table = table
+        self.table, self._dealt = table, dealt
         self._chunk, self._block_b, self._programs = chunk, block_b, programs
         self._started: dict[tuple[Any, ...], Started] = {}
 
@@ -69,12 +86,27 @@ class FusedFiller:
             if again.device == device and again.source is source and again.place == source.data_ptr():
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 again.started.start_rows(stream, *again.grid, *again.values)
+                for step in again.others:
+                    fill_ranges(step)
                 return
+        steps = () if self._dealt is None else tuple(self._dealt(plan))
+        own = next((s for s in steps if s.source is self.table.req_to_token), None)
+        others = tuple(s for s in steps if s is not own)
         groups = tuple(plan.tables.items())
         for first in range(0, max(1, len(groups)), SLOTS):
-            self._launch(plan, groups[first : first + SLOTS], with_step=first == 0)
+            with_step = first == 0
+            self._launch(plan, groups[first : first + SLOTS], own if with_step else None, others, with_step)
+        for step in others:
+            fill_ranges(step)
 
-    def _launch(self, plan: Plan, groups: _Groups, *, with_step: bool) -> None:
+    def _launch(
+        self,
+        plan: Plan,
+        groups: _Groups,
+        step: DecodeStep | None,
+        others: tuple[DecodeStep, ...],
+        with_step: bool,
+    ) -> None:
         batch, num_tokens = plan.key.num_requests, plan.key.num_tokens
         if batch == 0:
             return
@@ -86,26 +118,31 @@ class FusedFiller:
         own = (plan.prefix_lens, plan.query_offsets, positions) if with_step else (None, None, None)
         source, encoder = self.table.req_to_token, self.table.encoder_to_token
         uses_encoder = sum((group.space is Space.ENCODER) << i for i, (group, _) in enumerate(groups))
+        ranges, dealing, wide = None, (0, 0), batch * splits
+        if step is not None:
+            ranges, dealing = step.ranges, (step.tiles.num_ranges, step.window or 0)
+            wide = max(wide, dealing[0])
+        deal = _NO_DEAL if step is None else ranges_constants(step)
+        grid = wide, 1 + len(groups) + (step is not None)
         args = (
             plan.req_pool_indices, plan.seq_lens, plan.extend_lens,
             plan.encoder_lens if uses_encoder else None, source, encoder if uses_encoder else None, *own,
-            *(tensor for tensors, _ in slots for tensor in tensors),
+            *(tensor for tensors, _ in slots for tensor in tensors), ranges,
             *_shape(source), *_shape(encoder), batch, num_tokens, splits,
-            *(number for _, numbers in slots for number in numbers),
+            *(number for _, numbers in slots for number in numbers), *dealing,
         )  # fmt: skip
         device = direct_device()
         key: tuple[Any, ...] = ()
         if device >= 0:
             # Numbers aren't specialised on, and what is None follows from the key.
-            key = (device, form, len(groups), uses_encoder, with_step, positions is None)
+            key = (device, form, len(groups), uses_encoder, with_step, positions is None, step is None, deal)
             started = self._started.get(key)
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
             if started is not None and not _odd(values[:_TENSORS]):
                 stream = torch._C._cuda_getCurrentRawStream(device)
-                grid = batch * splits, 1 + len(groups)
                 started.start_rows(stream, *grid, *values)
                 if not uses_encoder and len(groups) == len(plan.tables) and _as_large_again(plan):
-                    plan.refill = _Again(device, source, values[4], started, grid, values)
+                    plan.refill = _Again(device, source, values[4], started, grid, values, others)
                 return
         constexprs = {
             "GROUPS": len(groups),
@@ -115,10 +152,11 @@ class FusedFiller:
             "FILL": form.fill,
             "CHUNK": self._chunk,
             "BLOCK_B": self._block_b,
+            **dict(zip(_DEAL_CONSTEXPRS, deal, strict=True)),
         }
         compiled = launch(
             metadata_kernel,
-            (batch * splits, 1 + len(groups)),
+            grid,
             args,
             constexprs,
             num_warps=4,

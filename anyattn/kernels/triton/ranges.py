@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FEW_TILES", "FIELDS", "listed", "ranges_kernel"]
+__all__ = ["FEW_TILES", "FIELDS", "deal", "listed", "ranges_kernel"]
 
 FIELDS = 16
 """int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
@@ -37,11 +37,32 @@ def listed(kv_start, kv_lens, b, live, window, SUB: tl.constexpr, HAS_WINDOW: tl
 
 
 @triton.jit
+def _listed(first, second, b, live, window, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr):
+    """`listed`, of tables (`kv_start`, `kv_lens`; PAGE 0) or of what makes those in the same launch:
+    `seq_lens`, `extend_lens` and the page that a trimmed table begins at.
+    """
+    if PAGE == 0:
+        start, length = listed(first, second, b, live, window, SUB, HAS_WINDOW)
+    else:
+        length = tl.load(first + b, mask=live, other=0)
+        start = length * 0
+        if HAS_WINDOW:
+            start = tl.maximum(length - tl.load(second + b, mask=live, other=0) - (window - 1), 0)
+            start -= start % PAGE
+            length -= start
+            skip = tl.maximum(length - window, 0) // SUB * SUB
+            start += skip
+            length -= skip
+    return start, length
+
+
+@triton.jit
 def _tiles(
-    kv_start, kv_lens, b, batch, window, BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+    first, second, b, batch, window,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """Tiles of requests `b`: one where there is no key, whose output is still to be written."""
-    _, length = listed(kv_start, kv_lens, b, b < batch, window, SUB, HAS_WINDOW)
+    _, length = _listed(first, second, b, b < batch, window, SUB, HAS_WINDOW, PAGE)
     return tl.where(b < batch, tl.maximum(tl.cdiv(length, BLOCK_N), 1), 0)
 
 
@@ -60,13 +81,13 @@ def _whole(tiles, fewest, longest, num_ranges):
 
 @triton.jit
 def _part(
-    req_rows, kv_start, kv_lens, ranges, r, window,
+    req_rows, first, second, ranges, r, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The record of one part of a request that has as many as all others."""
     b = r // PARTS
-    start, length = listed(kv_start, kv_lens, b, True, window, SUB, HAS_WINDOW)
+    start, length = _listed(first, second, b, True, window, SUB, HAS_WINDOW, PAGE)
     tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
     step = tl.maximum(tl.cdiv(tiles, PARTS), tl.where(tiles > FEW_TILES, MIN_TILES, 1))
     at = r % PARTS * step
@@ -84,40 +105,26 @@ def _part(
     tl.store(record + 10, step)
 
 
-@triton.jit(do_not_specialize=("batch", "num_ranges", "window"))
-def ranges_kernel(
-    req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
+@triton.jit
+def _range(
+    req_rows, lens, news, ranges, r, batch, num_ranges, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
-    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
-    ARRIVALS: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
-
-    OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
-    Not SPLIT: range r is request r. PARTS: every request is cut into so many ranges, those of request b
-    are b * PARTS and the next; 0: not so. ARRIVALS: numbers a range behind the records, to be zero.
-    """
-    r = tl.program_id(0)
-    if ARRIVALS > 0:
-        for first in tl.static_range(0, ARRIVALS, 16):
-            own = first + tl.arange(0, 16)
-            tl.store(ranges + num_ranges * 16 + r * ARRIVALS + own, 0, mask=own < ARRIVALS)
-    if PARTS > 0:
-        _part(req_rows, kv_start, kv_lens, ranges, r, window, BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, PARTS)
-        return
+    """The record of range `r` of the line of all tiles."""
     i = tl.arange(0, BLOCK_B)
     total = tl.zeros([], tl.int32)
     longest = tl.zeros([], tl.int32)
     if SPLIT:
         for first in range(0, batch, BLOCK_B):
-            tiles = _tiles(kv_start, kv_lens, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+            tiles = _tiles(lens, news, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW, PAGE)
             total += tl.sum(tiles, 0)
             longest = tl.maximum(longest, tl.max(tiles, 0))
     fewest = tl.where(longest > FEW_TILES, MIN_TILES, 1)
     step = tl.maximum(tl.cdiv(total, num_ranges), fewest)
     round_to = tl.full([], 1, tl.int32)
     if OWN:
-        tiles = _tiles(kv_start, kv_lens, i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+        tiles = _tiles(lens, news, i, batch, window, BLOCK_N, SUB, HAS_WINDOW, PAGE)
         own = _whole(tiles, step, longest, num_ranges)
         if own * 16 <= step * 17 + 16:  # a request more in a range costs about a tile
             step = own
@@ -132,7 +139,7 @@ def ranges_kernel(
     last_at = tl.zeros([], tl.int32)
     last_end = tl.full([], _FAR, tl.int32)
     for first in range(0, batch, BLOCK_B):
-        tiles = _tiles(kv_start, kv_lens, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW)
+        tiles = _tiles(lens, news, first + i, batch, window, BLOCK_N, SUB, HAS_WINDOW, PAGE)
         tiles = tl.cdiv(tiles, round_to) * round_to
         ends = before + tl.cumsum(tiles, 0)
         before += tl.sum(tiles, 0)
@@ -146,7 +153,7 @@ def ranges_kernel(
         first_b = r
         last_b = r
     used = first_b < batch
-    start, length = listed(kv_start, kv_lens, first_b, used, window, SUB, HAS_WINDOW)
+    start, length = _listed(lens, news, first_b, used, window, SUB, HAS_WINDOW, PAGE)
     at = begin - first_at
     count = tl.minimum(end, before) - begin
     if round_to > 1:  # the last range of a request may be rounded up
@@ -166,3 +173,40 @@ def ranges_kernel(
     tl.store(record + 8, last_b)
     tl.store(record + 9, tl.where(crosses, tl.cdiv(last_end, step) - r, 0))
     tl.store(record + 10, step)
+
+
+@triton.jit
+def deal(
+    req_rows, first, second, ranges, r, batch, num_ranges, window,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
+    ARRIVALS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Range `r`: see `ranges_kernel`; `first`, `second`, PAGE: see `_listed`."""
+    if ARRIVALS > 0:
+        for at in tl.static_range(0, ARRIVALS, 16):
+            own = at + tl.arange(0, 16)
+            tl.store(ranges + num_ranges * 16 + r * ARRIVALS + own, 0, mask=own < ARRIVALS)
+    if PARTS > 0:
+        _part(req_rows, first, second, ranges, r, window,
+              BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, PARTS, PAGE)  # fmt: skip
+    else:
+        _range(req_rows, first, second, ranges, r, batch, num_ranges, window,
+               BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, BLOCK_B, PAGE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("batch", "num_ranges", "window"))
+def ranges_kernel(
+    req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
+    BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
+    ARRIVALS: tl.constexpr,
+):  # fmt: skip
+    """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
+
+    OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
+    Not SPLIT: range r is request r. PARTS: every request is cut into so many ranges, those of request b
+    are b * PARTS and the next; 0: not so. ARRIVALS: numbers a range behind the records, to be zero.
+    """
+    deal(req_rows, kv_start, kv_lens, ranges, tl.program_id(0), batch, num_ranges, window,
+         BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, BLOCK_B, PARTS, ARRIVALS, 0)  # fmt: skip

@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a cut request's last piece forgotten",
-        where=f"{_RANGES}:ranges_kernel",
+        where=f"{_RANGES}:_range",
         old="tl.cdiv(last_end, step) - r, 0)",
         new="tl.cdiv(last_end, step) - r - 1, 0)",
         names=("merge", "decode", "edge"),

@@ -102,7 +102,7 @@ def test_every_launch_goes_through_the_seam() -> None:
         judged(Case(prefix_lens=(3,), extend_lens=(4,), head_dim=16, v_head_dim=16))
     finally:
         set_hook(previous)
-    names = ("ranges_kernel", "decode_kernel", "merge_ranges_kernel", "extend_kernel", "kv_write_kernel")
+    names = ("metadata_kernel", "decode_kernel", "merge_ranges_kernel", "extend_kernel", "kv_write_kernel")
     assert set(names) <= set(seen)
 
 

@@ -67,9 +67,8 @@ def test_one_graph_for_all_lengths() -> None:
     graph = RecorderPlatform(poison=True, seams=[recording_launches]).new_graph()
     graph.capture(body)
     launches = [name for name in graph.operations if name.startswith("triton kernel")]
-    assert launches[:4] == [
-        f"triton kernel {n}" for n in ("metadata_kernel", "ranges_kernel", "kv_write_kernel", "decode_kernel")
-    ]
+    first = ("metadata_kernel", "kv_write_kernel", "decode_kernel")
+    assert launches[:3] == [f"triton kernel {name}" for name in first], "one launch prepares the step"
     assert set_hook(None) is None, "the seam is free again"
     for lengths in ([1, 7, 48], [33, 16, 2], [48, 48, 48], [1, 1, 1]):
         served.q.normal_()

@@ -1,8 +1,8 @@
-"""The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 45.
+"""The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 52.
 
 An entry is a name and a function that calls a host function of this package with meta tensors. To add one,
 write that function (or reuse one with `partial`) and list it in `ENTRIES`. Attention's are in
-`aot_attention.py`; `aot_full.py` has every head size, for use on demand.
+`aot_attention.py` and `aot_verify.py`; `aot_full.py` has every head size, for use on demand.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.kernels.triton.aot import Entry, Target
-from anyattn.kernels.triton.configs import aot_attention
+from anyattn.kernels.triton.attention import Heads
+from anyattn.kernels.triton.configs import Decode, aot_attention, aot_verify
+from anyattn.kernels.triton.decode_launch import DecodeStep
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 
 __all__ = ["ENTRIES", "MAX_ENTRIES"]
 
-MAX_ENTRIES = 45
+MAX_ENTRIES = 52
 
 _FULL, _WINDOW = TableGroup(), TableGroup(window=1024)
 _ENCODER = TableGroup(Space.ENCODER)
@@ -47,8 +49,10 @@ def _table(form: TableForm, batch: int, context: int) -> Table:
     return table
 
 
-def metadata(form: TableForm, groups: tuple[TableGroup, ...], target: Target) -> None:
-    """The fused metadata kernel on a decode step of 64 requests, contexts up to 32k."""
+def metadata(
+    form: TableForm, groups: tuple[TableGroup, ...], target: Target, tiles: Decode | None = None
+) -> None:
+    """The fused metadata kernel on a decode step of 64 requests, contexts up to 32k, dealt out in `tiles`."""
     batch, context = 64, 32768
     table = RequestTable(max_requests=256, max_context=context, device="meta", max_encoder=2048)
     step = ForwardBatch.decode([0] * batch, [1] * batch, [0] * batch)
@@ -67,7 +71,22 @@ def metadata(form: TableForm, groups: tuple[TableGroup, ...], target: Target) ->
         tables={group: _table(form, batch, context) for group in groups},
         encoder_lens=_int32(batch),
     )
-    FusedFiller(table)(plan)
+    steps = []
+    if tiles is not None:
+        for group, each in plan.tables.items():
+            steps.append(
+                DecodeStep.of(
+                    table.req_to_token,
+                    plan.req_pool_indices,
+                    each.kv_start,
+                    each.kv_lens,
+                    group.window,
+                    form.kernel_page,
+                    Heads(32, 8, 128, 128),
+                    tiles,
+                )
+            )
+    FusedFiller(table, lambda plan: steps[-1:])(plan)
 
 
 _METADATA = (
@@ -85,9 +104,14 @@ _METADATA = (
     ),
     Entry(
         "metadata/request-table",
-        partial(metadata, TableForm(TableKind.REQUEST_TABLE), (_FULL, _WINDOW)),
+        partial(
+            metadata,
+            TableForm(TableKind.REQUEST_TABLE, kernel_page=16),
+            (_FULL, _WINDOW),
+            tiles=Decode(128, 4, 2, 264, min_tiles=2),
+        ),
     ),
 )
 
-ENTRIES: tuple[Entry, ...] = (*_METADATA, *aot_attention.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*_METADATA, *aot_attention.ENTRIES, *aot_verify.ENTRIES)
 """What is compiled, in the table's order."""
