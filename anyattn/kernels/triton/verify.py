@@ -36,7 +36,7 @@ def _seen(
         asked = seen
         if MASK == 2:
             asked = seen & new[None, :]
-        at = token.to(tl.int64)[:, None] * seq_len + column[None, :]
+        at = token[:, None] * seq_len + column[None, :]  # of one request: far below 2^31
         cell = tl.load(cells + at, mask=asked, other=0) != 0
         if MASK == 2:
             cell = cell | (column < prefix)[None, :]

@@ -17,6 +17,7 @@ from anyattn.testing.mutants import (
     native,
     outsider,
     triton,
+    triton_verify,
     wave,
 )
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
@@ -25,7 +26,7 @@ __all__ = ["MUTANTS", "Mutant", "MutantError", "applied"]
 
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     "torch_native": (*native.MUTANTS, *core.MUTANTS, *outsider.MUTANTS),
-    "triton": triton.MUTANTS,
+    "triton": (*triton.MUTANTS, *triton_verify.MUTANTS),
     "fa3": flash.FA3,
     "fa4": flash.FA4,
     "aiter": aiter.MUTANTS,

@@ -186,7 +186,7 @@ def test_windows(window: int, keys: Decode, mask: int, direct: bool) -> None:
         {"page": 16, "layout": "HND", "scales": True},
         {"heads": Heads(7, 1, 16, 32)},
         {"heads": Heads(40, 2, 24, 16), "block_m": 32},
-        {"heads": Heads(40, 1, 16, 16), "spare": 3},
+        {"heads": Heads(20, 1, 16, 16), "spare": 3},
         {"spare": 20},
     ],
     ids=["cap and sinks", "slot map", "HND", "group of 7", "blocks of rows", "wide group", "fewer tokens"],
@@ -197,8 +197,8 @@ def test_layers(keys: Decode, asked: dict[str, Any]) -> None:
 
 
 def test_a_long_turn_in_blocks_of_rows() -> None:
-    judged(Scene([(130, 40), (9, 17)], WALK, direct=True))
-    judged(Scene([(130, 40), (9, 17)], PARTS))
+    judged(Scene([(70, 18), (9, 7)], WALK, direct=True))
+    judged(Scene([(70, 18), (9, 7)], PARTS))
 
 
 def test_a_sink_counts_once_where_nothing_is_cut() -> None:

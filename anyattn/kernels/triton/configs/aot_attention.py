@@ -23,8 +23,11 @@ __all__ = [
     "RDNA_WIDE_FLOAT32",
     "Shape",
     "attention_entry",
+    "cache_of",
     "decode",
+    "empty",
     "extend",
+    "variant_of",
     "write",
 ]
 
@@ -75,7 +78,8 @@ class Shape:
         return torch.float8_e4m3fnuz if target.name == "gfx942" else torch.float8_e4m3fn
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor without storage."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -83,26 +87,28 @@ def _arch(target: Target) -> str:
     return target.name.replace("_", "")
 
 
-def _cache(shape: Shape, target: Target) -> kernels.Cache:
+def cache_of(shape: Shape, target: Target) -> kernels.Cache:
+    """One layer's K and V in the target's types."""
     heads, dtype = shape.heads, shape.kv_dtype(target)
     elements = 1 << (28 if shape.small else 31)
     pages = elements // (shape.page * heads.num_kv * min(heads.dim, heads.v_dim)) + 1
     rows = (shape.page, heads.num_kv) if shape.layout == "NHD" else (heads.num_kv, shape.page)
-    k, v = (_empty(pages, *rows, dim, dtype=dtype) for dim in (heads.dim, heads.v_dim))
-    scale = _empty(1, dtype=torch.float32)
-    slot_map = _empty(pages * shape.page) if shape.mapped else None
+    k, v = (empty(pages, *rows, dim, dtype=dtype) for dim in (heads.dim, heads.v_dim))
+    scale = empty(1, dtype=torch.float32)
+    slot_map = empty(pages * shape.page) if shape.mapped else None
     return kernels.Cache.of(k, v, shape.layout, scale, scale, shape.fp8, slot_map)
 
 
-def _variant(shape: Shape) -> kernels.Variant:
-    sinks = _empty(shape.q_heads, dtype=torch.float32) if shape.sinks else None
+def variant_of(shape: Shape) -> kernels.Variant:
+    """What its layer asks for."""
+    sinks = empty(shape.q_heads, dtype=torch.float32) if shape.sinks else None
     return kernels.Variant(shape.dim**-0.5, shape.cap, shape.window, sinks, shape.causal)
 
 
 def decode(shape: Shape, target: Target) -> None:
     """Ranges, decode, and the merge of what they cut."""
     heads, rows = shape.heads, shape.batch
-    cache = _cache(shape, target)
+    cache = cache_of(shape, target)
     itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
     tiles = choose_decode(
         rows,
@@ -117,25 +123,25 @@ def decode(shape: Shape, target: Target) -> None:
         even=rows == 1,
     )
     step = DecodeStep.of(
-        _empty(257, 32768), _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows),
+        empty(257, 32768), empty(rows, dtype=torch.int64), empty(rows), empty(rows),
         shape.window, shape.page, heads, tiles,
     )  # fmt: skip
     fill_ranges(step)
     decode_layer(
-        _empty(rows, heads.num_q, heads.dim, dtype=shape.dtype),
+        empty(rows, heads.num_q, heads.dim, dtype=shape.dtype),
         cache,
         step,
         heads,
-        _variant(shape),
-        _empty(rows, heads.num_q, heads.v_dim, dtype=shape.dtype),
-        _empty(rows, heads.num_q, dtype=torch.float32) if shape.lse else None,
+        variant_of(shape),
+        empty(rows, heads.num_q, heads.v_dim, dtype=shape.dtype),
+        empty(rows, heads.num_q, dtype=torch.float32) if shape.lse else None,
     )
 
 
 def extend(shape: Shape, target: Target, kernel: str = "extend_kernel") -> None:
     """Extend by `new` tokens a request on top of `context` cached ones, with the kernel of that name."""
     heads, rows, tokens = shape.heads, shape.batch, shape.batch * shape.new
-    cache = _cache(shape, target)
+    cache = cache_of(shape, target)
     itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
     tiles = choose_extend(shape.new * heads.group, max(heads.dim, heads.v_dim), itemsize, _arch(target))
     tiles = replace(
@@ -144,36 +150,36 @@ def extend(shape: Shape, target: Target, kernel: str = "extend_kernel") -> None:
         hopper=tiles.hopper if kernel == "extend_hopper_kernel" else None,
     )
     step = ExtendStep(
-        source=_empty(257, 32768),
-        req_rows=_empty(rows, dtype=torch.int64),
-        query_offsets=_empty(rows + 1),
-        prefix_lens=_empty(rows),
-        pool_lens=None if shape.fresh else _empty(rows),
-        kv_start=_empty(rows),
-        positions=_empty(tokens, dtype=torch.int64) if shape.mask else None,
-        mask_cells=_empty(tokens * shape.context, dtype=torch.bool) if shape.mask else None,
-        mask_indptr=_empty(rows + 1, dtype=torch.int64) if shape.mask else None,
+        source=empty(257, 32768),
+        req_rows=empty(rows, dtype=torch.int64),
+        query_offsets=empty(rows + 1),
+        prefix_lens=empty(rows),
+        pool_lens=None if shape.fresh else empty(rows),
+        kv_start=empty(rows),
+        positions=empty(tokens, dtype=torch.int64) if shape.mask else None,
+        mask_cells=empty(tokens * shape.context, dtype=torch.bool) if shape.mask else None,
+        mask_indptr=empty(rows + 1, dtype=torch.int64) if shape.mask else None,
     )
     extend_layer(
-        _empty(tokens, heads.num_q, heads.dim, dtype=shape.dtype),
-        _empty(tokens, heads.num_kv, heads.dim, dtype=shape.dtype) if shape.direct else None,
-        _empty(tokens, heads.num_kv, heads.v_dim, dtype=shape.dtype) if shape.direct else None,
+        empty(tokens, heads.num_q, heads.dim, dtype=shape.dtype),
+        empty(tokens, heads.num_kv, heads.dim, dtype=shape.dtype) if shape.direct else None,
+        empty(tokens, heads.num_kv, heads.v_dim, dtype=shape.dtype) if shape.direct else None,
         cache,
         step,
         heads,
-        _variant(shape),
+        variant_of(shape),
         tiles,
-        _empty(tokens, heads.num_q, heads.v_dim, dtype=shape.dtype),
-        _empty(tokens, heads.num_q, dtype=torch.float32) if shape.lse else None,
+        empty(tokens, heads.num_q, heads.v_dim, dtype=shape.dtype),
+        empty(tokens, heads.num_q, dtype=torch.float32) if shape.lse else None,
     )
 
 
 def write(shape: Shape, target: Target) -> None:
     """KV write of `batch` tokens."""
     heads, tokens = shape.heads, shape.batch
-    k = _empty(tokens, heads.num_kv, heads.dim, dtype=shape.dtype)
-    v = _empty(tokens, heads.num_kv, heads.v_dim, dtype=shape.dtype)
-    kernels.kv_write(k, v, _cache(shape, target), _empty(tokens, dtype=torch.int64))
+    k = empty(tokens, heads.num_kv, heads.dim, dtype=shape.dtype)
+    v = empty(tokens, heads.num_kv, heads.v_dim, dtype=shape.dtype)
+    kernels.kv_write(k, v, cache_of(shape, target), empty(tokens, dtype=torch.int64))
 
 
 _EXTENDS = ("extend_kernel", "extend_tma_kernel", "extend_hopper_kernel")

@@ -23,6 +23,7 @@ __all__ = [
     "choose_extend",
     "decode_row",
     "extend_row",
+    "fitting_ranges",
     "kernel_arch",
     "num_units",
     "power_of_two",
@@ -176,7 +177,7 @@ def choose_decode(
         parts = min(max(1, slots // (batch * programs)), -(-tiles // fewest))
         ranges, split = batch * parts, parts > 1
     elif split:
-        ranges = min(_fitting_ranges(programs, slots), batch * tiles)
+        ranges = min(fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
     short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
     merged = row.merged and split and 0 < parts <= MERGED_PIECES
@@ -186,7 +187,7 @@ def choose_decode(
     )  # fmt: skip
 
 
-def _fitting_ranges(programs: int, slots: int) -> int:
+def fitting_ranges(programs: int, slots: int) -> int:
     """Ranges of `programs` each that fill the slots once, or where few fit, up to four times."""
     fits = [max(1, waves * slots // programs) for waves in range(1, 5)]
     fill = [n * programs / (-(-n * programs // slots) * slots) for n in fits]

@@ -11,9 +11,9 @@ from anyattn.kernels.triton.configs.choose import (
     OVERLAP_TILES,
     Decode,
     choose_extend,
+    fitting_ranges,
     power_of_two,
 )
-from anyattn.kernels.triton.configs.choose import _fitting_ranges as fitting_ranges
 from anyattn.kernels.triton.configs.rows import Tile
 from anyattn.kernels.triton.configs.verify import DEFAULT, VERIFY, VerifyRow
 
@@ -70,7 +70,8 @@ def choose_verify(
     """
     rows = max_new * group
     row = verify_row(arch, dim, itemsize, rows)
-    block_m, tile = _program(row, rows, dim, itemsize, arch)
+    block_m = row.block_m if rows > 16 else 16
+    tile = row.tile or _tile(dim, itemsize, arch)
     row_blocks = -(-rows // block_m)
     programs = kv_heads * row_blocks
     tiles = -(-max_kv_len // tile.block_n)
@@ -78,10 +79,10 @@ def choose_verify(
         return None
     slots, parts = row.programs_per_unit * units, 0
     if even:
-        parts = min(max(1, slots // (batch * programs)), -(-tiles // MIN_TILES))
-        if parts == 1:
-            return None
-    ranges = batch * parts if even else min(fitting_ranges(programs, slots), batch * tiles)
+        parts = min(slots // (batch * programs), -(-tiles // MIN_TILES))
+    if parts < 2:  # no room for equal parts of each: the chip is filled by unequal ones
+        parts = 0
+    ranges = batch * parts or min(fitting_ranges(programs, slots), batch * tiles)
     short = batch * tiles <= OVERLAP_TILES * ranges
     keys = Decode(
         tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES,
@@ -90,9 +91,7 @@ def choose_verify(
     return Verify(block_m, row_blocks, max_new, keys)
 
 
-def _program(row: VerifyRow, rows: int, dim: int, itemsize: int, arch: str) -> tuple[int, Tile]:
-    """Query rows of a block, and its tile."""
-    if row.tile is not None:
-        return row.block_m, row.tile
-    extend = choose_extend(power_of_two(rows), dim, itemsize, arch)
-    return extend.block_m, Tile(extend.block_n, extend.num_warps, extend.num_stages)
+def _tile(dim: int, itemsize: int, arch: str) -> Tile:
+    """That of the extend kernel for 16 rows."""
+    extend = choose_extend(16, dim, itemsize, arch)
+    return Tile(extend.block_n, extend.num_warps, extend.num_stages)

@@ -14,7 +14,8 @@ __all__ = ["DEFAULT", "VERIFY", "VerifyRow"]
 class VerifyRow:
     """Cut steps of requests of at most `max_rows` query rows (tokens x query heads of a KV head).
 
-    `block_m`, `tile`: rows and keys of a program, None = those of the extend kernel, which has the same loop.
+    `block_m`, `tile`: rows and keys of a program; no tile = that of the extend kernel for 16 rows, which has
+    the same loop.
     `programs_per_unit`: so many of them are on an SM or CU at once. `fill`: a step is cut whose row blocks
     are at most so many a unit; `min_keys`: and whose requests may have so many keys. `overlap`: as in
     `DecodeRow`, for short programs. `evidence`: where it comes from.
@@ -23,7 +24,7 @@ class VerifyRow:
     architectures: tuple[str, ...]
     max_dim: int
     max_rows: int
-    block_m: int = 0
+    block_m: int
     tile: Tile | None = None
     max_itemsize: int = 2
     programs_per_unit: int = 1
@@ -34,20 +35,24 @@ class VerifyRow:
 
 
 _COMPILED = "compiler reports only"
+_wide = partial(VerifyRow, max_dim=128, max_rows=256, block_m=32, evidence=_COMPILED)
 _hopper = partial(
-    VerifyRow,
+    _wide,
     architectures=("sm90",),
-    max_dim=128,
+    max_rows=512,
     programs_per_unit=2,
-    fill=2.0,
+    fill=1.5,
     overlap=2,
-    evidence=_COMPILED,
+    tile=Tile(64, 4, 4),
 )
 
 VERIFY = (
-    _hopper(max_rows=16, block_m=16, tile=Tile(64, 4, 4)),
-    _hopper(max_rows=32, block_m=32, tile=Tile(64, 4, 4)),
-    _hopper(max_rows=512, block_m=64, tile=Tile(64, 4, 3)),
+    _hopper(max_rows=16, block_m=16),
+    _hopper(max_rows=32),
+    _hopper(block_m=64, tile=Tile(64, 4, 3)),
+    _wide(architectures=("sm80", "sm87", "sm100", "sm103", "sm110"), tile=Tile(32, 4, 3)),
+    _wide(architectures=("sm86", "sm89", "sm120", "sm121")),
+    _wide(architectures=("gfx90a", "gfx942", "gfx950")),
     VerifyRow(
         architectures=("interpreter",),
         max_dim=1024,
@@ -62,5 +67,7 @@ VERIFY = (
     ),
 )
 
-DEFAULT = VerifyRow(architectures=(), max_dim=1024, max_itemsize=4, max_rows=256, evidence=_COMPILED)
-"""Of chips without a row."""
+DEFAULT = VerifyRow(
+    architectures=(), max_dim=1024, max_itemsize=4, max_rows=128, block_m=16, evidence=_COMPILED
+)
+"""Of what has no row: other chips, larger heads, float32."""

@@ -1,0 +1,65 @@
+"""Which steps of a few query tokens have their keys cut, and into what; on the choices alone."""
+
+import pytest
+
+from anyattn.kernels.triton.configs import amd, nvidia
+from anyattn.kernels.triton.configs.choose_verify import Verify, choose_verify, verify_row
+
+ARCHITECTURES = sorted({name for row in (*nvidia.EXTEND, *amd.EXTEND) for name in row.architectures})
+
+
+def chosen(
+    batch: int, new: int, context: int = 8192, *, group: int = 4, arch: str = "sm90", even: bool = False,
+    dim: int = 128,
+) -> Verify | None:  # fmt: skip
+    return choose_verify(batch, 8, group, new, context, dim, 2, arch, 132, even=even)
+
+
+@pytest.mark.parametrize(
+    ("batch", "new", "block", "blocks"), [(1, 16, 64, 1), (16, 8, 32, 1), (24, 4, 16, 1), (1, 128, 64, 8)]
+)
+def test_few_row_blocks_are_cut(batch: int, new: int, block: int, blocks: int) -> None:
+    for even in (False, True):
+        got = chosen(batch, new, even=even)
+        assert got is not None
+        assert (got.block_m, got.row_blocks, got.max_new) == (block, blocks, new)
+        assert got.keys.split
+        assert 132 < got.keys.num_ranges * 8 * blocks <= 2 * 132, "two programs an SM"
+        assert (got.keys.parts > 1) is (even and 2 * batch * 8 * blocks <= 2 * 132)
+
+
+@pytest.mark.parametrize(
+    ("batch", "new", "context"), [(64, 4, 2048), (1, 200, 8192), (1, 4, 512), (8, 64, 8192), (32, 4, 4096)]
+)
+def test_other_steps_are_extended(batch: int, new: int, context: int) -> None:
+    """The chip is full, rows are many, keys are few."""
+    assert chosen(batch, new, context) is None
+
+
+def test_a_graph_deals_ranges_out() -> None:
+    got = chosen(16, 8)
+    assert got is not None
+    assert (got.keys.num_ranges, got.keys.parts, got.keys.overlap) == (33, 0, 0)
+    short = chosen(1, 16, 2048, even=True)
+    assert short is not None
+    assert short.keys.overlap == 2, "programs of a few tiles let what follows start early"
+    assert short.keys.parts == 16, "two tiles at least"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_chip_has_a_tile(arch: str, dim: int) -> None:
+    got = chosen(1, 4, even=True, arch=arch, dim=dim)
+    assert got is not None
+    assert got.block_m * got.row_blocks >= 16
+    assert got.keys.overlap == 0 or arch == "sm90"
+    if arch != "sm90":
+        assert got.keys.parts * 8 <= 132
+        assert chosen(17, 4, arch=arch, dim=dim) is None
+
+
+def test_larger_heads_and_other_chips_have_small_blocks() -> None:
+    assert verify_row("sm90", 256, 2, 64).block_m == 16
+    assert verify_row("sm90", 128, 4, 64).block_m == 16, "float32"
+    assert verify_row("unknown", 64, 2, 64).block_m == 16
+    assert verify_row("sm90", 128, 2, 10_000).max_rows == 512
