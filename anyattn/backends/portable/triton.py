@@ -301,11 +301,10 @@ def _even(batch: ForwardBatch, group: PlanGroup, in_capture: bool) -> bool:
         return True
     if in_capture or exact is None or group.table.space is Space.ENCODER:
         return False
-    lens, longest = exact.seq_lens, exact.longest
-    window = group.table.window
+    total, longest, window = exact.total, exact.longest, group.table.window
     if window is not None and longest > window:
-        lens, longest = lens.clamp(max=window), window
-    return int(lens.sum()) >= _EVEN * longest * requests
+        total, longest = int(exact.seq_lens.clamp(max=window).sum()), window
+    return total >= _EVEN * longest * requests
 
 
 def _offsets(lens: torch.Tensor | None) -> torch.Tensor:

@@ -122,6 +122,9 @@ class MetadataCompiler:
         """
         self._check_host(batch)
         check_same_shape(plan, batch)
+        self._rewrite(plan, batch, tree_mask)
+
+    def _rewrite(self, plan: Plan, batch: ForwardBatch, tree_mask: TreeMaskMode) -> None:
         assert plan.storage is not None
         self._upload_again(batch, plan, plan.storage)
         plan.retarget(batch)
@@ -132,12 +135,13 @@ class MetadataCompiler:
             table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
 
     def renew(self, plan: Plan, batch: ForwardBatch) -> None:
-        """`refresh` for a plan of an eager step: its bounds become the batch's, too. See `fits`.
+        """`refresh` for a plan of an eager step that `fits`: its bounds become the batch's, too.
 
         Raises:
             BatchError: as `prepare`.
         """
-        self.refresh(plan, batch)
+        self._check_host(batch)
+        self._rewrite(plan, batch, TreeMaskMode.FULL_MASK)
         plan.max_kv_len = max_kv_len(batch, self.table.max_context)
 
     def fits(self, plan: Plan, batch: ForwardBatch) -> bool:

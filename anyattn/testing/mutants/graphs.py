@@ -38,7 +38,7 @@ SHARED: tuple[GraphMutant, ...] = (
     GraphMutant(
         name="lengths and slots of the captured step: nothing is uploaded before a replay",
         check="replays",
-        where=f"{_COMPILER}.refresh",
+        where=f"{_COMPILER}._rewrite",
         old="self._upload_again(batch, plan, plan.storage)",
         new="pass",
         names=("seq_lens is not this step's",),
@@ -46,7 +46,7 @@ SHARED: tuple[GraphMutant, ...] = (
     GraphMutant(
         name="uploads go to new memory before a replay",
         check="replays",
-        where=f"{_COMPILER}.refresh",
+        where=f"{_COMPILER}._rewrite",
         old="self._upload_again(batch, plan, plan.storage)",
         new="self._upload(batch, self._fresh)",
         names=("seq_lens is not this step's", "allocation at replay"),
