@@ -128,12 +128,13 @@ def _run(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     run(
         functions(*_FILES)["extend_hopper_kernel"], case.programs,
         rows, Descriptor(keys["k"], (box, 64)), Descriptor(keys["v"], (box, 64)),
-        int32(keys["table"].reshape(-1)), None if keys["map"] is None else int32(keys["map"]),
-        int32(range(len(tokens))), int32(offsets), int32([cached for cached, _ in case.lengths]),
-        int32(keys["starts"]), one, one, Pointer(sinks), Pointer(out), Pointer(lse),
+        int32(keys["table"].reshape(-1)), int32(range(len(tokens))), int32(offsets),
+        int32([cached for cached, _ in case.lengths]), int32(keys["starts"]),
+        Pointer(sinks), Pointer(out), Pointer(lse), len(tokens),
+        None if keys["map"] is None else int32(keys["map"]), one, one,
         heads * dim, dim, keys["k_h"], keys["k_h"], keys["page_rows"], keys["head_rows"], OUTSIDE,
         keys["table"].shape[1], heads * dim, dim, heads, 0, 0,
-        dim**-0.5, case.cap or 0.0, case.window or 0, len(tokens), case.kv_heads,
+        dim**-0.5, case.cap or 0.0, case.window or 0, case.kv_heads,
         case.page, group, group, dim, block_n, box, 2, 1 if dim == 256 else 2, case.page > 0,
         case.window is not None, case.cap is not None, case.sinks, True,
     )  # fmt: skip

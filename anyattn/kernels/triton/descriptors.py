@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anyattn.kernels.triton.attention import Cache
 
-__all__ = ["Matrices", "Matrix", "boxes", "described", "new_matrices", "pool_matrices"]
+__all__ = ["Matrices", "Matrix", "described", "key_boxes", "new_matrices", "pool_matrices"]
 
 _ALIGNED = 16
 """Bytes: CUDA driver API, cuTensorMapEncodeTiled, of the address and of all strides but the last."""
@@ -112,10 +112,9 @@ def described(
     return made
 
 
-def boxes(kv: Matrices, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Triton's descriptors of boxes `[rows, D]` and `[rows, Dv]`."""
-
-    def make(x: Matrix) -> TensorDescriptor:
-        return described(TensorDescriptor, x.storage, [x.rows, x.width], [x.stride, 1], [rows, x.dim])
-
-    return kv.described(rows, make)
+def key_boxes(x: Matrix, rows: int) -> TensorDescriptor:
+    """Triton's descriptor of boxes `[rows, dim]`."""
+    made: TensorDescriptor = described(
+        TensorDescriptor, x.storage, [x.rows, x.width], [x.stride, 1], [rows, x.dim]
+    )
+    return made

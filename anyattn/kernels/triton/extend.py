@@ -78,11 +78,11 @@ def softmax_rows(qk, v, m, den, acc, scale):
 # Batches come in any size: one kernel for all, whatever divides their numbers.
 @triton.jit(do_not_specialize=["num_requests", "num_blocks"])
 def extend_kernel(
-    q, k, v, k_cache, v_cache, source, slot_map, req_rows,
-    query_offsets, key_offsets, prefix_lens, pool_lens, kv_start, positions,
-    cells, mask_indptr, k_scale, v_scale, sinks, out, lse,
+    q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse,
+    num_requests, num_blocks, key_offsets, pool_lens, positions, cells, mask_indptr,
+    k_cache, v_cache, slot_map, k_scale, v_scale,
     q_t, q_h, k_t, k_h, v_t, v_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row,
-    out_t, out_h, lse_t, k_scale_h, v_scale_h, scale, cap, window, num_requests, num_blocks, num_heads,
+    out_t, out_h, lse_t, k_scale_h, v_scale_h, scale, cap, window, num_heads,
     PAGE: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -240,9 +240,9 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
 # Batches come in any size: one kernel for all, whatever divides their number.
 @gluon.jit(do_not_specialize=["num_requests"])
 def extend_hopper_kernel(
-    q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, k_scale, v_scale, sinks,
-    out, lse, q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h, lse_t,
-    k_scale_h, v_scale_h, scale, cap, window, num_requests, num_heads,
+    q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse, num_requests,
+    slot_map, k_scale, v_scale, q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h,
+    lse_t, k_scale_h, v_scale_h, scale, cap, window, num_heads,
     PAGE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,

@@ -1,4 +1,4 @@
-"""Host side of extend: which of its kernels a step gets, and the launch."""
+"""Host side of extend: which of its kernels a step gets, found once for steps of a kind, and its launch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import triton
 from anyattn.kernels.triton.attention import Cache, Heads, Variant, sub_page, upcast
 from anyattn.kernels.triton.configs import Extend
 from anyattn.kernels.triton.configs.choose import num_units, power_of_two
-from anyattn.kernels.triton.descriptors import Matrices, boxes, new_matrices, pool_matrices
+from anyattn.kernels.triton.descriptors import Matrices, key_boxes, new_matrices, pool_matrices
 from anyattn.kernels.triton.extend import extend_kernel
+from anyattn.kernels.triton.extend_repeats import Arguments, Way
 from anyattn.kernels.triton.extend_tma import extend_tma_kernel
-from anyattn.kernels.triton.launch import launch
 
 __all__ = ["GLUON_VERSIONS", "ExtendStep", "extend"]
 
@@ -27,7 +27,7 @@ HOPPER_DIMS = (64, 128, 256)
 MIN_BOX = 16
 """Rows of the smallest box: a page of 16. Smaller ones would need a copy for every few rows."""
 MIN_ROWS = 48
-"""Rows with queries, of a warpgroup's 64: below, other kernels are no slower."""
+"""Rows with queries, of a warpgroup's 64: with fewer, other kernels are no slower."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,18 +68,43 @@ def extend(
     With `k`, `v` this step's own tokens are read from them and `step.pool_lens` counts the cached ones;
     without, everything is in the pool. `anchor`: tiles begin at absolute positions (batch invariance).
     """
-    call = _Call(q, k, v, cache, step, heads, variant, config, out, lse)
-    if not anchor and _plain(call):
-        if config.hopper is not None and _by_hand(call):
-            return
-        if config.tma is not None and _by_descriptors(call):
-            return
-    _by_pointers(call, anchor)
+    if k is None or v is None:
+        k = v = new = None
+    else:
+        new = (k.stride(), v.stride(), k.dtype, v.dtype, (k.data_ptr() | v.data_ptr()) & 15)
+    source, cells = step.source, step.mask_cells
+    kind = (
+        config, heads, variant, anchor, new, q.stride(), q.dtype, q.data_ptr() & 15, q.shape[0] > 0,
+        out.stride(), out.dtype, None if lse is None else lse.stride(),
+        None if source is None else source.stride(), step.req_rows.dtype, step.pool_lens is None,
+        None if step.positions is None else step.positions.dtype,
+        None if cells is None else cells.dtype, step.key_offsets is None,
+    )  # fmt: skip
+    way: Way | None = cache.memo.get(kind)
+    if way is None:
+        way = cache.memo[kind] = _way(_Call(q, k, v, cache, step, heads, variant, config, out, lse, anchor))
+    # What a step hasn't got is never read: any address will do.
+    offsets = step.query_offsets
+    way.start(
+        q, k, v,
+        (
+            offsets if source is None else source, step.req_rows, offsets, step.prefix_lens,
+            offsets if step.kv_start is None else step.kv_start,
+            out if variant.sinks is None else variant.sinks, out, offsets if lse is None else lse,
+        ),
+        () if not way.reads_more else (
+            offsets if step.key_offsets is None else step.key_offsets,
+            offsets if step.pool_lens is None else step.pool_lens,
+            offsets if step.positions is None else step.positions,
+            offsets if cells is None else cells.view(torch.uint8) if cells.dtype is torch.bool else cells,
+            offsets if step.mask_indptr is None else step.mask_indptr,
+        ),
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
 class _Call:
-    """What `extend` was called with, and its optional tensors as kernels take them."""
+    """What `extend` was called with, for the first time."""
 
     q: torch.Tensor
     k: torch.Tensor | None
@@ -91,18 +116,22 @@ class _Call:
     config: Extend
     out: torch.Tensor
     lse: torch.Tensor | None
+    anchor: bool
 
-    def __post_init__(self) -> None:
-        unused = self.step.query_offsets
-        self.sinks = self.out if self.variant.sinks is None else self.variant.sinks
-        self.lse_arg = unused if self.lse is None else self.lse
-        self.source = unused[None] if self.step.source is None else self.step.source
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """Arguments that end every kernel's."""
+        variant, out, source = self.variant, self.out, self.step.source
+        return (
+            0 if source is None else source.stride(0), out.stride(0), out.stride(1),
+            0 if self.lse is None else self.lse.stride(0), *self.cache.scale_strides,
+            variant.scale, variant.cap or 0.0, variant.window or 0,
+        )  # fmt: skip
 
-    def blocks(self, block_m: int) -> tuple[int, int, int]:
-        """`(packed query heads, row blocks, programs of a row block)` of `block_m` query rows."""
+    def packed(self, block_m: int) -> tuple[int, int, int]:
+        """`(packed query heads, tokens of a row block, programs of one)` of `block_m` query rows."""
         pack = self.heads.group if self.heads.group <= block_m else 1
-        num_blocks = self.q.shape[0] // (block_m // pack) + self.step.req_rows.shape[0]
-        return pack, num_blocks, self.heads.num_q // pack
+        return pack, block_m // pack, self.heads.num_q // pack
 
     def features(self) -> dict[str, bool]:
         """Constexprs that every kernel has."""
@@ -111,6 +140,17 @@ class _Call:
             "HAS_CAP": variant.cap is not None, "HAS_SINKS": variant.sinks is not None,
             "WRITE_LSE": self.lse is not None,
         }  # fmt: skip
+
+
+def _way(call: _Call) -> Way:
+    """The first kernel of the configuration that can read the keys of such steps."""
+    found = None
+    if not call.anchor and _plain(call):
+        if call.config.hopper is not None:
+            found = _by_hand(call, call.config.hopper)
+        if found is None and call.config.tma is not None:
+            found = _by_descriptors(call, call.config.tma)
+    return found or _by_pointers(call)
 
 
 def _plain(call: _Call) -> bool:
@@ -143,37 +183,16 @@ def _matrices(call: _Call, block_n: int) -> Matrices | None:
     return found
 
 
-def _start(kernel: Any, grid: int, args: Any, constexprs: dict[str, Any], config: Extend) -> None:
-    options = {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
-    launch(
-        kernel, (grid,), args, constexprs,
-        num_warps=config.num_warps, num_stages=config.num_stages, **options,
-    )  # fmt: skip
-
-
-def _by_pointers(call: _Call, anchor: bool) -> None:
+def _by_pointers(call: _Call) -> Way:
     q, cache, step, heads, variant, config = (
         call.q, call.cache, call.step, call.heads, call.variant, call.config,
     )  # fmt: skip
-    pack, num_blocks, num_heads = call.blocks(config.block_m)
-    unused, source = step.query_offsets, call.source
-    k_arg, v_arg = (call.k, call.v) if call.k is not None and call.v is not None else (q, q)
-    cells = unused if step.mask_cells is None else step.mask_cells
-    if cells.dtype is torch.bool:
-        cells = cells.view(torch.uint8)
-    args = (
-        q, k_arg, v_arg, cache.k, cache.v, source, cache.slot_map, step.req_rows, step.query_offsets,
-        step.query_offsets if step.key_offsets is None else step.key_offsets, step.prefix_lens,
-        unused if step.pool_lens is None else step.pool_lens,
-        unused if step.kv_start is None else step.kv_start,
-        unused if step.positions is None else step.positions,
-        cells, unused if step.mask_indptr is None else step.mask_indptr,
-        cache.k_scale, cache.v_scale, call.sinks, call.out, call.lse_arg,
-        q.stride(0), q.stride(1), k_arg.stride(0), k_arg.stride(1), v_arg.stride(0), v_arg.stride(1),
-        *cache.k_strides, *cache.v_strides, source.stride(0),
-        call.out.stride(0), call.out.stride(1), call.lse_arg.stride(0), *cache.scale_strides,
-        variant.scale, variant.cap or 0.0, variant.window or 0,
-        step.req_rows.shape[0], num_blocks, num_heads,
+    pack, tokens, programs = call.packed(config.block_m)
+    k, v = (q, q) if call.k is None or call.v is None else (call.k, call.v)
+    rest = (
+        cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *cache.k_strides, *cache.v_strides, *call.numbers, programs,
     )  # fmt: skip
     constexprs = {
         "PAGE": cache.page, "SUB": sub_page(cache.run or cache.page, config.block_n),
@@ -184,39 +203,45 @@ def _by_pointers(call: _Call, anchor: bool) -> None:
         "HAS_MASK": step.mask_cells is not None, "HAS_POSITIONS": step.positions is not None,
         "HAS_WINDOW": variant.window is not None, **call.features(), "UPCAST": upcast(q.dtype),
         "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
-        "ANCHOR": anchor and variant.window is not None,
+        "ANCHOR": call.anchor and variant.window is not None,
     }  # fmt: skip
-    _start(extend_kernel, num_blocks * num_heads, args, constexprs, config)
+    return Way(extend_kernel, config, _as_they_are, rest, constexprs, tokens, programs, reads_more=True)
 
 
-def _by_descriptors(call: _Call) -> bool:
-    """False: these keys can't be read so."""
-    config = call.config.tma
-    assert config is not None
+def _as_they_are(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> Arguments:
+    return (q, q, q) if k is None else (q, k, v)
+
+
+def _by_descriptors(call: _Call, config: Extend) -> Way | None:
+    """None: these keys can't be read so."""
     kv = _matrices(call, config.block_n)
     if kv is None:
-        return False
-    q, cache, step, heads, variant, out = (
-        call.q, call.cache, call.step, call.heads, call.variant, call.out,
-    )  # fmt: skip
-    pack, num_blocks, num_heads = call.blocks(config.block_m)
-    k, v = boxes(kv, config.block_n)
-    args = (
-        q, k, v, call.source, cache.slot_map if kv.paged else None, step.req_rows, step.query_offsets,
-        step.prefix_lens, step.query_offsets if step.kv_start is None else step.kv_start,
-        cache.k_scale, cache.v_scale, call.sinks, out, call.lse_arg,
-        q.stride(0), q.stride(1), kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, call.source.stride(0),
-        out.stride(0), out.stride(1), call.lse_arg.stride(0), *cache.scale_strides,
-        variant.scale, variant.cap or 0.0, variant.window or 0,
-        step.req_rows.shape[0], num_blocks, num_heads,
+        return None
+    cache, heads = call.cache, call.heads
+    pack, tokens, programs = call.packed(config.block_m)
+    box = partial(key_boxes, rows=config.block_n)
+    pool = kv.described(config.block_n, box) if kv.paged else None
+
+    def arguments(q: torch.Tensor, k: Any, v: Any) -> Arguments:
+        return (q, *(pool or _new_boxes(k, v, box)))
+
+    rest = (
+        cache.slot_map if kv.paged else None, cache.k_scale, cache.v_scale,
+        call.q.stride(0), call.q.stride(1), kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, *call.numbers,
+        programs,
     )  # fmt: skip
     constexprs = {
         "PAGE": cache.page, "GROUP": heads.group, "PACK": pack, "D": heads.dim, "DV": heads.v_dim,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "PAGED": kv.paged,
-        "HAS_WINDOW": variant.window is not None, **call.features(),
+        "HAS_WINDOW": call.variant.window is not None, **call.features(),
     }  # fmt: skip
-    _start(extend_tma_kernel, num_blocks * num_heads, args, constexprs, config)
-    return True
+    return Way(extend_tma_kernel, config, arguments, rest, constexprs, tokens, programs)
+
+
+def _new_boxes(k: torch.Tensor, v: torch.Tensor, box: Any) -> tuple[Any, Any]:
+    kv = new_matrices(k, v)
+    assert kv is not None, "their strides and alignment are those of the first time"
+    return box(kv.k), box(kv.v)
 
 
 @remembered
@@ -229,10 +254,9 @@ def _hopper() -> tuple[Any, Any] | None:
     return extend_hopper.extend_hopper_kernel, extend_hopper_boxes
 
 
-def _by_hand(call: _Call) -> bool:
-    """False: another kernel's step."""
-    config, heads, hopper = call.config.hopper, call.heads, _hopper()
-    assert config is not None
+def _by_hand(call: _Call, config: Extend) -> Way | None:
+    """None: another kernel's step."""
+    heads, hopper = call.heads, _hopper()
     pack = heads.group
     if (
         hopper is None
@@ -241,32 +265,31 @@ def _by_hand(call: _Call) -> bool:
         or call.q.dtype.itemsize != 2
         or 64 // pack * pack < MIN_ROWS
     ):
-        return False
+        return None
     run = call.cache.run or call.cache.page
-    box = config.block_n if call.k is not None else min(run & -run, config.block_n)
-    kv = None if box < MIN_BOX else _matrices(call, box)
-    if kv is None:
-        return False
-    cache, step, variant, out = call.cache, call.step, call.variant, call.out
+    rows = config.block_n if call.k is not None else min(run & -run, config.block_n)
+    kv = None if rows < MIN_BOX else _matrices(call, rows)
     kernel, its = hopper
-    q = its.query_boxes(call.q, pack)
-    if q is None:
-        return False
-    num_heads = heads.num_q // pack
-    items = (call.q.shape[0] // (64 // pack * 2) + step.req_rows.shape[0]) * num_heads
-    k, v = kv.described(("gluon", box), partial(its.key_boxes, rows=box))
-    args = (
-        q, k, v, call.source, cache.slot_map if kv.paged else None, step.req_rows, step.query_offsets,
-        step.prefix_lens, step.query_offsets if step.kv_start is None else step.kv_start,
-        cache.k_scale, cache.v_scale, call.sinks, out, call.lse_arg,
+    if kv is None or its.query_boxes(call.q, pack) is None:
+        return None
+    cache, variant = call.cache, call.variant
+    box = partial(its.key_boxes, rows=rows)
+    pool = kv.described(("gluon", rows), box) if kv.paged else None
+
+    def arguments(q: torch.Tensor, k: Any, v: Any) -> Arguments:
+        return (its.query_boxes(q, pack), *(pool or _new_boxes(k, v, box)))
+
+    programs = heads.num_q // pack
+    rest = (
+        cache.slot_map if kv.paged else None, cache.k_scale, cache.v_scale,
         call.q.stride(0), call.q.stride(1), kv.k_head, kv.v_head, kv.page_rows, kv.head_rows, its.OUTSIDE,
-        call.source.stride(0), out.stride(0), out.stride(1), call.lse_arg.stride(0), *cache.scale_strides,
-        variant.scale, variant.cap or 0.0, variant.window or 0, step.req_rows.shape[0], num_heads,
+        *call.numbers, programs,
     )  # fmt: skip
     constexprs = {
         "PAGE": cache.page, "GROUP": heads.group, "PACK": pack, "D": heads.dim, "BLOCK_N": config.block_n,
-        "BOX": box, "STAGES": config.num_stages, "SETS": 1 if heads.dim > 128 else 2, "PAGED": kv.paged,
+        "BOX": rows, "STAGES": config.num_stages, "SETS": 1 if heads.dim > 128 else 2, "PAGED": kv.paged,
         "HAS_WINDOW": variant.window is not None, **call.features(),
     }  # fmt: skip
-    _start(kernel, min(items, num_units(call.q.device)), args, constexprs, config)
-    return True
+    return Way(
+        kernel, config, arguments, rest, constexprs, 64 // pack * 2, programs, num_units(call.q.device)
+    )

@@ -65,10 +65,10 @@ def _tiles(
 # Batches come in any size: one kernel for all, whatever divides their numbers.
 @triton.jit(do_not_specialize=["num_requests", "num_blocks"])
 def extend_tma_kernel(
-    q, k, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start,
-    k_scale, v_scale, sinks, out, lse,
+    q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse,
+    num_requests, num_blocks, slot_map, k_scale, v_scale,
     q_t, q_h, k_h, v_h, page_rows, head_rows, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
-    scale, cap, window, num_requests, num_blocks, num_heads,
+    scale, cap, window, num_heads,
     PAGE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
