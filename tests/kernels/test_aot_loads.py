@@ -13,7 +13,7 @@ import aot_samples
 import triton
 import triton.language as tl
 
-from anyattn.kernels.triton import decode, decode_launch, extend, extend_launch
+from anyattn.kernels.triton import decode, decode_launch, decode_pairs, extend, extend_launch
 from anyattn.kernels.triton.aot import TARGETS, measure, scalar_reads
 from anyattn.kernels.triton.aot_usage import Usage, async_copies, global_loads, nvidia_usage
 from anyattn.kernels.triton.configs.aot import ENTRIES
@@ -35,6 +35,8 @@ def unhinted_offsets(
 @pytest.fixture
 def lost_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_stream", triton.JITFunction(decode._stream.fn))
+    monkeypatch.setattr(decode, "stream_pairs", triton.JITFunction(decode_pairs.stream_pairs.fn))
+    monkeypatch.setattr(decode_pairs, "page_offsets", unhinted_offsets)
     for module, host, name in (
         (decode, decode_launch, "decode_kernel"),
         (extend, extend_launch, "extend_kernel"),

@@ -138,10 +138,15 @@ def test_scattered_keys_have_tiles_of_their_own() -> None:
     for even, tile in ((True, row.narrow), (False, row.walk)):
         got = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=even, scattered=True)
         assert (got.block_n, got.num_stages) == (tile.block_n, tile.num_stages)
-    fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1)
+
+
+def test_8_bit_keys_have_tiles_of_their_own() -> None:
+    fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, kv_itemsize=1)
     assert fp8.half
-    assert fp8.parts == 0
-    assert fp8.num_ranges == 3 * 132 // 8
+    assert (fp8.parts, fp8.num_ranges) == (0, 3 * 132 // 8)
+    assert choose_decode(1, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1).parts == 132 // 8
+    assert not choose_decode(64, 8, 8192, 128, 2, "sm90", 132).half
+    assert not choose_decode(64, 8, 8192, 128, 2, "sm89", 132, kv_itemsize=1).half, "not measured"
 
 
 def test_short_requests_are_whole() -> None:

@@ -241,9 +241,9 @@ def scalar_reads(usage: Usage, element: int, target: Target) -> list[str]:
     page-1 decode three times slower and changed nothing else.
 
     Tables and sinks may be single reads of that size too, but fewer than the vectors of K and V; of float32,
-    which tables' entries are as wide as, four times as many.
+    which tables' entries are as wide as, four times as many. Of 8-bit elements, two at a time are single.
     """
-    single = usage.loads.get(element, 0)
+    single = usage.loads.get(element, 0) + (usage.loads.get(2, 0) if element == 1 else 0)
     vectors = sum(count for size, count in usage.loads.items() if size >= VECTOR_BYTES)
     found = []
     if single > vectors * (4 if element == 4 else 1):

@@ -19,10 +19,14 @@ __all__ = [
     "Variant",
     "decode_programs",
     "kv_write",
+    "pairs",
     "started_write",
     "sub_page",
     "upcast",
 ]
+
+_PAIRED = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SMALLEST = 16  # elements of a head that are an operand of `tl.dot`
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +126,18 @@ def sub_page(run: int, block_n: int) -> int:
 def upcast(dtype: torch.dtype) -> bool:
     """The interpreter's `tl.dot` is wrong for bf16 (silently): it computes in float32 there."""
     return interpreting() and dtype is torch.bfloat16
+
+
+def pairs(cache: Cache, heads: Heads, dtype: torch.dtype) -> int:
+    """How decode splits 16-bit words of an 8-bit cache: 0 it reads bytes, 1 by shifts (interpreted), 2 by an
+    instruction that sm_89 has. Bytes are for what no word is whole of, and where half a head is no operand.
+    """
+    words = cache.k.dtype in _PAIRED and cache.v.dtype is cache.k.dtype and dtype is not torch.float32
+    numbers = (*cache.k_strides, *cache.v_strides, heads.dim, heads.v_dim)
+    even = not any(n % 2 for n in (*numbers, cache.k.data_ptr(), cache.v.data_ptr()))
+    if not words or not even or min(heads.dim, heads.v_dim) <= _SMALLEST:
+        return 0
+    return 1 if interpreting() else 2
 
 
 def decode_programs(heads: Heads) -> int:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile, table_slots
+from anyattn.kernels.triton.decode_pairs import stream_pairs
 from anyattn.kernels.triton.merge import merge_if_last
 from anyattn.kernels.triton.ranges import listed
 
@@ -22,10 +23,16 @@ def _stream(
     k_page, k_row, v_page, v_row, heads, in_group, logit_scale, cap, window,
     PAGE: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr, HALF: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr,
     FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of request `b`, from column `start` on: the softmax's state `(m, den, acc)`."""
+    if PAIRS > 0:
+        return stream_pairs(
+            q, b, row, start, length, lo, hi, source, source_row, slot_map, k_base, v_base, q_t, q_h,
+            k_page, k_row, v_page, v_row, heads, in_group, logit_scale, cap, window,
+            PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N, HAS_CAP, HAS_WINDOW, PAIRS, FLAT, WIDE,
+        )  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_n = tl.arange(0, BLOCK_N)
@@ -35,9 +42,6 @@ def _stream(
     query = tl.load(q_ptr, mask=in_group[:, None] & (offs_d < D)[None, :], other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
-    if HALF:
-        top = tl.maximum(tl.max(tl.abs(query.to(tl.float32)), 1), 1e-30)
-        query = (query.to(tl.float32) / top[:, None]).to(tl.float16)
     base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
     table = source + row.to(tl.int64) * source_row + start
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -61,8 +65,6 @@ def _stream(
         key = key.to(query.dtype)
         value = value.to(query.dtype)
         qk = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if HALF:
-            qk *= top[:, None]
         if HAS_CAP:
             qk = capped(qk, logit_scale, cap)
         seen = live
@@ -109,7 +111,7 @@ def decode_kernel(
     PAGE: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-    SPLIT: tl.constexpr, UPCAST: tl.constexpr, HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+    SPLIT: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
     WALK: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * Hkv * head_blocks,)`, heads fastest: they read neighbouring memory at the same time.
@@ -118,8 +120,7 @@ def decode_kernel(
     cache; None: they are the same. A request that one range holds is written to `out`, with its sink; a
     piece of one that several hold to row `range + request` of `part_out [R + B, Hq, DV]` and
     `part_lse [R + B, Hq]`, natural log, without sinks. WALK: a range may hold several requests.
-    HALF: 8-bit keys are multiplied as float16, which the chip makes of them in one instruction; a query row
-    is brought to [-1, 1] for it.
+    PAIRS: 8-bit keys are read two at a time, and multiplied as float16; see `halves` and `attention.pairs`.
     OVERLAP 1: the merge may be launched before the last program has ended (sm_90: programmatic dependent
     launch); 2: so was this kernel before the one in front of it.
     MERGED: pieces are merged here, so many heads at a time, by the last program of a request; 0: elsewhere.
@@ -161,7 +162,7 @@ def decode_kernel(
                 q, b, row, start, length, lo, tl.minimum(stop * BLOCK_N, length), source, source_row,
                 slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
                 logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-                HAS_CAP, HAS_WINDOW, UPCAST, HALF, FLAT, WIDE,
+                HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
             )  # fmt: skip
             row = tl.load(req_rows + b + 1, mask=left > 0, other=0).to(tl.int32)
             start, length = listed(kv_start, kv_lens, b + 1, left > 0, window, SUB, HAS_WINDOW)
@@ -187,7 +188,7 @@ def decode_kernel(
             q, b, row, start, length, at * BLOCK_N, tl.minimum(stop * BLOCK_N, length), source, source_row,
             slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
             logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-            HAS_CAP, HAS_WINDOW, UPCAST, HALF, FLAT, WIDE,
+            HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
         )  # fmt: skip
         tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
         whole = (at == 0) & (stop == tiles)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyattn.kernels.triton.attention import Cache, Heads, Variant, decode_programs, sub_page, upcast
+from anyattn.kernels.triton.attention import Cache, Heads, Variant, decode_programs, pairs, sub_page, upcast
 from anyattn.kernels.triton.configs import Decode
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.decode import decode_kernel
@@ -187,7 +187,7 @@ class _Layer:
             "BLOCK_H": heads.block, "BLOCK_N": tiles.block_n,
             "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
-            "UPCAST": upcast(dtype), "HALF": tiles.half and dtype is not torch.float32,
+            "UPCAST": upcast(dtype), "PAIRS": pairs(cache, heads, dtype) if tiles.half else 0,
             "FLAT": cache.flat, "WIDE": cache.wide,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
             "MERGED": max(1, tiles.num_warps * _WARP // block_dv) if tiles.merged else 0,
