@@ -242,6 +242,7 @@ _SMALL_HND = Shape(dtype=torch.float16, small=True, layout="HND")
 _FRESH = Shape(new=512, fresh=True)
 _PAGE_64 = Shape(new=512, direct=False, page=64)
 _BETWEEN_BLOCKS = {"sm_90": "a few registers, once a block of rows, outside of the loops over tiles"}
+_A_NUMBER = {"sm_90": "a thread's number, read again twice a tile by one of the two warpgroups"}
 _THIRD_BLOCK = "two to four registers, for a third block per SM"
 _MAPPED_ON = ("sm_90", "gfx942", "gfx1201")
 
@@ -296,6 +297,11 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _extend_hopper("extend/d128-hopper", shape=_FRESH),
     _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
+    _extend_hopper("extend/d128-group-of-7-hopper", shape=replace(_PAGE_64, q_heads=28, kv_heads=4, page=16)),
+    _extend_hopper("extend/d128-window-hopper", shape=replace(_PAGE_64, window=1024)),
+    _extend_hopper(
+        "extend/d256-hopper", shape=replace(_FRESH, q_heads=16, kv_heads=2, dim=256), spills=_A_NUMBER
+    ),
     _extend_hopper(
         "extend/d64-page-64-hopper", shape=replace(_PAGE_64, dim=64, cap=30.0, sinks=True, lse=True)
     ),
