@@ -141,10 +141,12 @@ def test_scattered_keys_have_tiles_of_their_own() -> None:
 
 
 def test_8_bit_keys_have_tiles_of_their_own() -> None:
-    fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, kv_itemsize=1)
-    assert fp8.half
-    assert (fp8.parts, fp8.num_ranges) == (0, 3 * 132 // 8)
-    assert choose_decode(1, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1).parts == 132 // 8
+    for even in (True, False):
+        fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=even, kv_itemsize=1)
+        assert fp8.half
+        assert (fp8.parts, fp8.num_ranges) == (0, 3 * 132 // 8)
+    one = choose_decode(1, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1)
+    assert (one.parts, one.num_warps, one.overlap) == (132 // 8, 8, 2)
     assert not choose_decode(64, 8, 8192, 128, 2, "sm90", 132).half
     assert not choose_decode(64, 8, 8192, 128, 2, "sm89", 132, kv_itemsize=1).half, "not measured"
 

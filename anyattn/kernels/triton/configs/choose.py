@@ -165,7 +165,7 @@ def choose_decode(
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
     even = even and (batch * programs < MANY_WAVES * slots or row.walk_always != "")
-    walking = not even or row.walk_always == "always"
+    walking = not even or (row.walk_always == "always" and not wide)
     if walking and row.walk is not None and (row.walk_always or scattered):
         tile, slots, wide = row.walk, row.walk_per_unit * units, False
     even = even and not walking

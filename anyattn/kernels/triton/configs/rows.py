@@ -26,7 +26,7 @@ class DecodeRow:
     `max_kv_itemsize`: the same of stored elements alone. `wide` is used while one program per unit covers
     the grid, else `narrow`, with `programs_per_unit`.
     `walk`: where ranges hold several requests, with `walk_per_unit` programs, in every such step, in those
-    with scattered keys alone, or instead of equal parts too. `half`: 8-bit keys are read in pairs and
+    with scattered keys alone, or instead of narrow equal parts too. `half`: 8-bit keys are read in pairs and
     multiplied as float16, made by an instruction of sm_89.
     `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
     2 decode too. `merged`: decode itself merges equal parts (see `Decode`).
