@@ -297,8 +297,10 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _extend_hopper("extend/d128-hopper", shape=_FRESH),
     _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
-    _extend_hopper("extend/d128-group-of-7-hopper", shape=replace(_PAGE_64, q_heads=28, kv_heads=4, page=16)),
-    _extend_hopper("extend/d128-window-hopper", shape=replace(_PAGE_64, window=1024)),
+    _extend_hopper(
+        "extend/d128-group-of-7-window-hopper",
+        shape=replace(_PAGE_64, q_heads=28, kv_heads=4, page=16, window=1024),
+    ),
     _extend_hopper(
         "extend/d256-hopper", shape=replace(_FRESH, q_heads=16, kv_heads=2, dim=256), spills=_A_NUMBER
     ),
