@@ -71,7 +71,7 @@ def test_every_attention_entry_is_judged() -> None:
     assert judged["extend/d128-float32"] == 4
     assert judged["merge/d128"] == judged["metadata/token-csr"] == 0
     for entry in ENTRIES:
-        assert bool(entry.element) == entry.name.startswith(("decode/", "extend/")), entry.name
+        assert bool(entry.element) == entry.name.startswith(("decode/", "extend/", "verify/")), entry.name
 
 
 def test_loads_of_ptx_are_counted() -> None:
