@@ -152,7 +152,7 @@ def _without_encoding(run: Any) -> tuple[Any, Callable[[Any, int], list[Any]]] |
         return None
     held = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
     launcher, kinds = held.get("launcher"), held.get("tensordesc_meta")
-    if launcher is None or kinds is None:
+    if launcher is None or not kinds or None in kinds:  # None: not encoded, the tensor is passed on
         return None
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
