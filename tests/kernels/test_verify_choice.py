@@ -58,6 +58,13 @@ def test_every_chip_has_a_tile(arch: str, dim: int) -> None:
         assert chosen(17, 4, arch=arch, dim=dim) is None
 
 
+def test_cells_of_every_column_leave_room_for_fewer_rows() -> None:
+    got = choose_verify(1, 8, 4, 16, 8192, 128, 2, "sm90", 132, masked=True)
+    assert got is not None
+    assert (got.block_m, got.row_blocks, got.keys.num_stages) == (32, 2, 4)
+    assert choose_verify(1, 8, 4, 200, 8192, 128, 2, "sm90", 132, masked=True) is None
+
+
 def test_larger_heads_and_other_chips_have_small_blocks() -> None:
     assert verify_row("sm90", 256, 2, 64).block_m == 16
     assert verify_row("sm90", 128, 4, 64).block_m == 16, "float32"

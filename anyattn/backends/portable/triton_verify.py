@@ -32,15 +32,17 @@ def verify_step(
     longest, window = plan.max_kv_len, group.table.window
     if window is not None:
         longest = min(longest, window + plan.max_q_len + run)  # a trimmed table begins at a page
+    masks = _masks(plan)
     tiles = choose_verify(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, max(1, plan.max_q_len),
         power_of_two(longest), max(heads.dim, heads.v_dim), itemsize, arch, units, even=even,
+        masked=masks.kind == ALL_COLUMNS,
     )  # fmt: skip
     if tiles is None:
         return None
     return VerifyStep.of(
         source, plan.req_pool_indices, table.kv_start, table.kv_lens, plan.query_offsets, plan.prefix_lens,
-        run, heads, tiles, _masks(plan),
+        run, heads, tiles, masks,
     )  # fmt: skip
 
 

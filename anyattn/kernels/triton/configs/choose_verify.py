@@ -17,7 +17,10 @@ from anyattn.kernels.triton.configs.choose import (
 from anyattn.kernels.triton.configs.rows import Tile
 from anyattn.kernels.triton.configs.verify import DEFAULT, VERIFY, VerifyRow
 
-__all__ = ["Verify", "choose_verify", "verify_row"]
+__all__ = ["MASKED_ROWS", "Verify", "choose_verify", "verify_row"]
+
+MASKED_ROWS = 32
+"""On sm_90, 64 rows by 64 cells spill, and leave room for one program an SM."""
 
 
 @hashed_once
@@ -59,6 +62,7 @@ def choose_verify(
     arch: str,
     units: int,
     even: bool = False,
+    masked: bool = False,
 ) -> Verify | None:
     """How a step of `batch` requests of at most `max_new` tokens is cut; None: row blocks fill the chip, or
     there are too many rows, or too few keys for a cut to pay.
@@ -67,11 +71,13 @@ def choose_verify(
         group: query heads of a KV head. max_kv_len: bound of KV lengths. dim: the larger head size.
         itemsize: bytes of the wider of q and KV. units: SMs or CUs.
         even: requests are about equally long: each is cut into as many parts as there is room for.
+        masked: every column has cells of a mask, which take registers: blocks have at most `MASKED_ROWS`.
     """
     rows = max_new * group
     row = verify_row(arch, dim, itemsize, rows)
-    block_m = row.block_m if rows > 16 else 16
-    tile = row.tile or _tile(dim, itemsize, arch)
+    narrow = verify_row(arch, dim, itemsize, min(rows, MASKED_ROWS)) if masked else row
+    block_m = narrow.block_m if rows > 16 else 16
+    tile = narrow.tile or _tile(dim, itemsize, arch)
     row_blocks = -(-rows // block_m)
     programs = kv_heads * row_blocks
     tiles = -(-max_kv_len // tile.block_n)
