@@ -148,31 +148,36 @@ def verify(
     """
     own, merging = step.fixed
     layer = _layer(cache, variant, step, k is not None, lse is not None, q.dtype)
-    tensors = (
-        (q, q, q, out, lse, variant.sinks) if k is None or v is None else (q, k, v, out, lse, variant.sinks)
-    )
-    strides = (
-        *(n for each in tensors[:4] if each is not None for n in each.stride()[:2]),
-        0 if lse is None else lse.stride(0),
-    )
+    k_arg, v_arg = (q, q) if k is None or v is None else (k, v)
+    sinks = variant.sinks
+    tensors = (q, k_arg, v_arg, out, lse, sinks)
+    q_t, q_h, _ = q.stride()
+    k_t, k_h, _ = k_arg.stride()
+    v_t, v_h, _ = v_arg.stride()
+    out_t, out_h, _ = out.stride()
+    strides = (q_t, q_h, k_t, k_h, v_t, v_h, out_t, out_h, 0 if lse is None else lse.stride(0))
     device = direct_device()
     if device < 0:
         _launch(layer, step, tensors, strides)
         return
-    places = tuple(None if each is None else each.data_ptr() for each in tensors)
-    types = tuple(None if each is None else each.dtype for each in tensors[1:])
-    aligned = all(not (place or 0) & 15 for place in places)
-    known = (strides, own.key, merging.key, device, types)
-    started = layer.started.get(known) if aligned else None
+    q_at, k_at, v_at, out_at = q.data_ptr(), k_arg.data_ptr(), v_arg.data_ptr(), out.data_ptr()
+    lse_at = None if lse is None else lse.data_ptr()
+    sinks_at = None if sinks is None else sinks.data_ptr()
+    odd = (q_at | k_at | v_at | out_at | (lse_at or 0) | (sinks_at or 0)) & 15
+    types = (k_arg.dtype, v_arg.dtype, out.dtype, sinks is None or sinks.dtype)
+    known = (strides, own.key, merging.key, device, odd, types)
+    started = layer.started.get(known)
     if started is None:
         started = _launch(layer, step, tensors, strides)
-        if started is not None and aligned:
+        if started is not None and odd == 0:  # of odd addresses, any may be the odd one
             layer.started[known] = started
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     attends, merges = started
-    attends.start(stream, layer.grid, *places, *strides, *own.values)
-    merges.start(stream, layer.merge_grid, *places[3:], *strides[6:], *merging.values)
+    attends.start(stream, layer.grid, q_at, k_at, v_at, out_at, lse_at, sinks_at, *strides, *own.values)
+    merges.start(
+        stream, layer.merge_grid, out_at, lse_at, sinks_at, out_t, out_h, strides[8], *merging.values
+    )
 
 
 def _layer(
