@@ -49,6 +49,8 @@ class _Step:
     """Instead of extend, where layers have these heads."""
     fresh: bool = False
     """No request has cached tokens: k and v, which lie together, are all keys."""
+    suits: tuple[int, list[bool]] | None = None
+    """What lengths decode's tiles are known to be chosen for (`TritonAttention.renews`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +128,8 @@ class TritonAttention(AttentionBackend):
             return None
         return verify_step(
             plan, group, heads, self.table.req_to_token, self.config.form.kernel_page,
-            itemsize=self._itemsize(), arch=self._arch, units=self._units,
-            even=_even(plan.batch, group, in_capture),
+            itemsize=self._itemsize(), kv_itemsize=self.pool.kv_dtype.itemsize, arch=self._arch,
+            units=self._units, even=_even(plan.batch, group, in_capture),
         )  # fmt: skip
 
     def _decode_step(
@@ -176,11 +178,18 @@ class TritonAttention(AttentionBackend):
         source = self.table.req_to_token
         if step.pool is not self.pool:
             return False
-        longest = max_kv_len(batch, self.table.max_context)
-        for group, each in step.decode.items():
-            tiles = self._tiles(batch, longest, group, each.heads, in_capture=False)
-            if tiles is not each.tiles or each.source is not source:
+        for each in step.decode.values():
+            if each.source is not source:
                 return False
+        longest = max_kv_len(batch, self.table.max_context)
+        # All that `_tiles` looks at in a batch of the same shape.
+        lengths = power_of_two(longest), [_even(batch, group, in_capture=False) for group in step.decode]
+        if lengths != step.suits:
+            for group, each in step.decode.items():
+                tiles = self._tiles(batch, longest, group, each.heads, in_capture=False)
+                if tiles is not each.tiles:
+                    return False
+            step.suits = lengths
         return True
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:  # anyattn: in-graph

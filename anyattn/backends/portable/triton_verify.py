@@ -18,7 +18,7 @@ __all__ = ["verify_step"]
 
 def verify_step(
     plan: Plan, group: PlanGroup, heads: Heads, source: torch.Tensor, run: int, *,
-    itemsize: int, arch: str, units: int, even: bool,
+    itemsize: int, kv_itemsize: int, arch: str, units: int, even: bool,
 ) -> VerifyStep | None:  # fmt: skip
     """With storage of its own; None where the extend kernels are the faster ones.
 
@@ -36,7 +36,7 @@ def verify_step(
     tiles = choose_verify(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, max(1, plan.max_q_len),
         power_of_two(longest), max(heads.dim, heads.v_dim), itemsize, arch, units, even=even,
-        masked=masks.kind == ALL_COLUMNS,
+        masked=masks.kind == ALL_COLUMNS, kv_itemsize=kv_itemsize,
     )  # fmt: skip
     if tiles is None:
         return None

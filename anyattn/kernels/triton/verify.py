@@ -61,7 +61,7 @@ def _piece(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DIRECT: tl.constexpr, MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Rows from `row0` on of request `b`, against its tiles `at` to `stop`: to `out` or to its pieces."""
     offset = tl.load(query_offsets + b)
@@ -78,12 +78,13 @@ def _piece(
         in_d = (offs_d < D)[None, :]
         in_dv = (offs_dv < DV)[None, :]
         line = (offset + tl.maximum(token, 0)).to(tl.int64)
-        query = tl.load(
-            q + line[:, None] * q_t + heads[:, None] * q_h + offs_d[None, :],
-            mask=valid[:, None] & in_d, other=0.0,
-        )  # fmt: skip
+        q_ptr = q + line[:, None] * q_t + heads[:, None] * q_h + offs_d[None, :]
+        query = tl.load(q_ptr, mask=valid[:, None] & in_d, other=0.0)
         if UPCAST:
             query = query.to(tl.float32)
+        if HALF:
+            top = tl.maximum(tl.max(tl.abs(query.to(tl.float32)), 1), 1e-30)
+            query = (query.to(tl.float32) / top[:, None]).to(tl.float16)
         seq_len = prefix + extend
         q_pos = prefix + token
         own = positions
@@ -132,6 +133,8 @@ def _piece(
             key = key.to(query.dtype)
             value = value.to(query.dtype)
             qk = tl.dot(query, tl.trans(key), input_precision="ieee")
+            if HALF:
+                qk *= top[:, None]
             if HAS_CAP:
                 qk = capped(qk, logit_scale, cap)
             column = start + n + offs_n
@@ -149,6 +152,9 @@ def _piece(
 
         if DIRECT:
             if stop == tiles:  # whoever ends the request has its new tokens
+                whole_query = query
+                if HALF:  # what wasn't stored may have any size
+                    whole_query = tl.load(q_ptr, mask=valid[:, None] & in_d, other=0.0)
                 base2_new = 1.0 if HAS_CAP else scale * 1.4426950408889634
                 k_new = k + kv_head.to(tl.int64) * k_h + offset.to(tl.int64) * k_t
                 v_new = v + kv_head.to(tl.int64) * v_h + offset.to(tl.int64) * v_t
@@ -162,9 +168,9 @@ def _piece(
                     value = tl.load(
                         v_new + far[:, None] * v_t + offs_dv[None, :], mask=live[:, None] & in_dv, other=0.0
                     )
-                    key = key.to(query.dtype)
-                    value = value.to(query.dtype)
-                    qk = tl.dot(query, tl.trans(key), input_precision="ieee")
+                    key = key.to(whole_query.dtype)
+                    value = value.to(whole_query.dtype)
+                    qk = tl.dot(whole_query, tl.trans(key), input_precision="ieee")
                     if HAS_CAP:
                         qk = capped(qk, scale, cap)
                     seen = _seen(prefix + index, live, token, prefix, seq_len, q_pos, window, mask_row, own,
@@ -232,7 +238,8 @@ def verify_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DIRECT: tl.constexpr, MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, WALK: tl.constexpr, OVERLAP: tl.constexpr,
+    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    WALK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * row_blocks * Hkv,)`, heads fastest: they read neighbouring memory at the same time.
 
@@ -241,7 +248,8 @@ def verify_kernel(
     several hold to row `range + request` of `part_out [R + B, Hkv, max_new * GROUP, DV]` and
     `part_lse [R + B, Hkv, max_new * GROUP]`, natural log, without sinks. WALK: a range may hold several
     requests. DIRECT: new tokens are rows of k and v, and the pool is read up to them. POSITIONS: those of
-    the caller, for windows. OVERLAP: as in `decode_kernel`.
+    the caller, for windows. HALF: stored 8-bit keys are multiplied as float16, which the chip makes of them
+    in one instruction; a query row is brought to [-1, 1] for it. OVERLAP: as in `decode_kernel`.
     """
     if OVERLAP > 1:
         tl.extra.cuda.gdc_wait()
@@ -268,7 +276,7 @@ def verify_kernel(
                 k_cache, v_cache, slot_map, k_scale, v_scale, k_page, k_row, k_head, v_page, v_row, v_head,
                 k_scale_h, v_scale_h, scale, cap, window, kv_heads,
                 PAGE, SUB, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, DIRECT, MASK, HAS_WINDOW,
-                POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, FLAT, WIDE, ALIKE,
+                POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE,
             )  # fmt: skip
             left -= stop - at
             at *= 0
@@ -286,7 +294,7 @@ def verify_kernel(
             k_cache, v_cache, slot_map, k_scale, v_scale, k_page, k_row, k_head, v_page, v_row, v_head,
             k_scale_h, v_scale_h, scale, cap, window, kv_heads,
             PAGE, SUB, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, DIRECT, MASK, HAS_WINDOW,
-            POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, FLAT, WIDE, ALIKE,
+            POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE,
         )  # fmt: skip
     if OVERLAP > 0:
         tl.extra.cuda.gdc_launch_dependents()

@@ -119,6 +119,7 @@ class _Layer:
             "DIRECT": direct, "MASK": step.masks.kind, "HAS_WINDOW": windowed,
             "POSITIONS": windowed and step.masks.positions is not None,
             "HAS_CAP": variant.cap is not None, **shared, "UPCAST": upcast(dtype),
+            "HALF": tiles.half and dtype is not torch.float32,
             "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
             "WALK": not keys.parts, "OVERLAP": keys.overlap,
         }  # fmt: skip

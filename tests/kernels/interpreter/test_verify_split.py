@@ -27,7 +27,8 @@ class Scene:
     def __init__(
         self, requests: list[tuple[int, int]], keys: Decode, *, heads: Heads = HEADS, page: int = 4,
         layout: str = "NHD", mask: int = NO_MASK, direct: bool = False, mapped: bool = False,
-        block_m: int = 16, spare: int = 0, window: int | None = None, scales: bool = False, **variant: Any,
+        block_m: int = 16, spare: int = 0, window: int | None = None, scales: bool = False,
+        half: bool = False, **variant: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(3)
         self.heads, self.page, self.mask, self.direct, self.window = heads, page, mask, direct, window
@@ -88,7 +89,14 @@ class Scene:
         parts = keys.parts or 0
         keys = replace(keys, num_ranges=batch * parts) if parts else keys
         blocks = -(-most * heads.group // block_m)
-        self.tiles = Verify(block_m, blocks, most, keys)
+        self.tiles = Verify(block_m, blocks, most, keys, half)
+
+        if half:  # which stands in for fp8, whose elementwise operations the interpreter gets wrong
+            self.q = self.q.half().float()
+            self.k, self.v = self.k.half().float(), self.v.half().float()
+            self.k_new, self.v_new = self.k_new.half().float(), self.v_new.half().float()
+            paged = [x.view(-1, page, heads.num_kv, x.shape[-1]).half() for x in (self.k, self.v)]
+            self.cache = Cache.of(*paged, "NHD", self.k_scale, self.v_scale, scales)
 
     def step(self) -> VerifyStep:
         start = torch.zeros_like(self.prefix)
@@ -114,8 +122,9 @@ class Scene:
         assert step.dealt.pieces is not None
         for piece in step.dealt.pieces:
             piece.fill_(torch.nan)
-        given = (self.k_new, self.v_new) if self.direct else (None, None)
-        verify_launch.verify(self.q, *given, self.cache, step, self.variant, out, lse)
+        q, *given = (x.half() if self.tiles.half else x for x in (self.q, self.k_new, self.v_new))
+        given = given if self.direct else [None, None]
+        verify_launch.verify(q, *given, self.cache, step, self.variant, out, lse)
         return out, lse
 
     def visible(self, b: int) -> torch.Tensor:
@@ -143,7 +152,7 @@ class Scene:
             if self.direct:
                 keys[p:], values[p:] = self.k_new[first : first + n], self.v_new[first : first + n]
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-            logits = torch.einsum("thd,nhd->htn", self.q[first : first + n], keys) * 0.25
+            logits = torch.einsum("thd,nhd->htn", self.q[first : first + n], keys) * self.variant.scale
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
             logits = logits.masked_fill(~self.visible(b), -torch.inf)
@@ -155,9 +164,9 @@ class Scene:
         return out, lse
 
 
-def judged(scene: Scene) -> None:
+def judged(scene: Scene, tolerance: float = 2e-5) -> None:
     for ours, wanted in zip(scene.run(), scene.reference(), strict=True):
-        torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
 
 
 CUTS = [(EVEN, PARTS), (UNEVEN, PARTS), (UNEVEN, WALK), ([(250, 5)], Decode(16, 4, 1, 20, 1))]
@@ -194,6 +203,15 @@ def test_windows(window: int, keys: Decode, mask: int, direct: bool) -> None:
 @pytest.mark.parametrize("keys", [PARTS, WALK])
 def test_layers(keys: Decode, asked: dict[str, Any]) -> None:
     judged(Scene(UNEVEN, keys, **asked))
+
+
+@pytest.mark.parametrize("size", [1.0, 3000.0])
+@pytest.mark.parametrize("direct", [False, True], ids=["pool", "direct"])
+def test_queries_of_any_size_in_half_precision(direct: bool, size: float) -> None:
+    scene = Scene(EVEN, WALK, direct=direct, half=True, scales=True)
+    scene.q = (scene.q * size).half().float()
+    scene.variant = Variant(0.25 / size)
+    judged(scene, 5e-3)
 
 
 def test_a_long_turn_in_blocks_of_rows() -> None:

@@ -34,6 +34,7 @@ def verify_layer(shape: Shape, target: Target) -> None:
     tiles = choose_verify(
         rows, heads.num_kv, heads.group, shape.new, max(_KEYS, shape.context), max(heads.dim, heads.v_dim),
         itemsize, target.name.replace("_", ""), 1 << 20, even=rows == 1,
+        kv_itemsize=cache.k.dtype.itemsize,
     )  # fmt: skip
     assert tiles is not None
     masks = VerifyMasks()

@@ -27,13 +27,15 @@ MASKED_ROWS = 32
 @dataclass(frozen=True)
 class Verify:
     """Blocks of `block_m` query rows (tokens x query heads of a KV head), `row_blocks` for the `max_new`
-    tokens that a request has at most; `keys`: how keys are cut, and how programs run.
+    tokens that a request has at most; `keys`: how keys are cut, and how programs run. `half`: 8-bit keys are
+    multiplied as float16.
     """
 
     block_m: int
     row_blocks: int
     max_new: int
     keys: Decode
+    half: bool = False
 
 
 @functools.cache
@@ -63,6 +65,7 @@ def choose_verify(
     units: int,
     even: bool = False,
     masked: bool = False,
+    kv_itemsize: int = 2,
 ) -> Verify | None:
     """How a step of `batch` requests of at most `max_new` tokens is cut; None: row blocks fill the chip, or
     there are too many rows, or too few keys for a cut to pay.
@@ -72,6 +75,7 @@ def choose_verify(
         itemsize: bytes of the wider of q and KV. units: SMs or CUs.
         even: requests are about equally long: each is cut into as many parts as there is room for.
         masked: every column has cells of a mask, which take registers: blocks have at most `MASKED_ROWS`.
+        kv_itemsize: bytes of a stored element.
     """
     rows = max_new * group
     row = verify_row(arch, dim, itemsize, rows)
@@ -94,7 +98,7 @@ def choose_verify(
         tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES,
         overlap=row.overlap if short else 0, parts=parts,
     )  # fmt: skip
-    return Verify(block_m, row_blocks, max_new, keys)
+    return Verify(block_m, row_blocks, max_new, keys, row.half and kv_itemsize == 1)
 
 
 def _tile(dim: int, itemsize: int, arch: str) -> Tile:

@@ -18,7 +18,8 @@ class VerifyRow:
     the same loop.
     `programs_per_unit`: so many of them are on an SM or CU at once. `fill`: a step is cut whose row blocks
     are at most so many a unit; `min_keys`: and whose requests may have so many keys. `overlap`: as in
-    `DecodeRow`, for short programs. `evidence`: where it comes from.
+    `DecodeRow`, for short programs. `half`: 8-bit keys are multiplied as float16. `evidence`: where it comes
+    from.
     """
 
     architectures: tuple[str, ...]
@@ -31,6 +32,7 @@ class VerifyRow:
     fill: float = 1.0
     min_keys: int = 1024
     overlap: int = 0
+    half: bool = False
     evidence: str = ""
 
 
@@ -43,6 +45,7 @@ _hopper = partial(
     programs_per_unit=2,
     fill=1.5,
     overlap=2,
+    half=True,
     tile=Tile(64, 4, 4),
 )
 
