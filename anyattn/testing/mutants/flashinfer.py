@@ -79,6 +79,7 @@ MUTANTS = (
         old="causal=causal and own is None",
         new="causal=causal",
         names=("a prefix", "chunk", "extend"),
+        host="cuda:sm120",
     ),
     Mutant(
         name="flashinfer: two-sided layers causal",

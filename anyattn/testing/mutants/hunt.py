@@ -13,6 +13,7 @@ from anyattn.testing.kit import explained_result, run_item
 from anyattn.testing.mutants import MUTANTS
 from anyattn.testing.mutants.patching import Mutant, MutantError, applied
 from anyattn.testing.plan import Item, plan_kit
+from anyattn.testing.subject import open_subject
 
 __all__ = ["Caught", "hunt", "hunt_one", "hunt_text"]
 
@@ -43,14 +44,25 @@ class Caught:
 def hunt(subject: Subject, mutants: Sequence[Mutant] | None = None) -> list[Caught]:
     """Every mutant of the backend (or those given) against the items of a quick run.
 
+    Mutants of other chips come last; they need stand-ins, and on a device they are left out.
+
     Raises:
         UnknownNameError: the backend has no mutants.
     """
     name = subject.declared.name
     if mutants is None and name not in MUTANTS:
         raise UnknownNameError("backend with mutants", name, MUTANTS)
-    items = plan_kit(subject.declared).items
-    return [_hunted(mutant, items, subject) for mutant in mutants or MUTANTS[name]]
+    chosen = mutants or MUTANTS[name]
+    found = _hunted_all([m for m in chosen if not m.host], subject)
+    for host in sorted({m.host for m in chosen if m.host} if subject.host else ()):
+        elsewhere = open_subject(name, subject.device, emulated=True, host=host)
+        found += _hunted_all([m for m in chosen if m.host == host], elsewhere)
+    return found
+
+
+def _hunted_all(mutants: Sequence[Mutant], subject: Subject) -> list[Caught]:
+    items = plan_kit(subject.declared).items if mutants else ()
+    return [_hunted(mutant, items, subject) for mutant in mutants]
 
 
 def _hunted(mutant: Mutant, items: Sequence[Item], subject: Subject) -> Caught:

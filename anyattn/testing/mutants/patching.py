@@ -37,6 +37,7 @@ class Mutant:
         old, new: source text and what takes its place; `old` stands exactly once in the function.
         names: words, one of which must stand in the failure that catches it: so it names the fault.
         report: the public thread, `repository#number`, in which this fault was found.
+        host: a chip on whose stand-in the broken code runs, where the hunt's own doesn't take that path.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Mutant:
     new: str
     names: tuple[str, ...]
     report: str = ""
+    host: str = ""
 
 
 _serials = itertools.count()
