@@ -27,13 +27,14 @@ def check_host(batch: ForwardBatch, table: RequestTable, rows: RowCheck, slots: 
         mine = named[:real] if padding else named
         if not rows.inside(mine):
             _within("req_pool_indices", mine, 0, table.max_requests - 1)
-    exact = batch.exact
-    if isinstance(batch.mask, VerifyMask):
-        _check_verify_mask(batch, batch.mask)
+    exact, mask = batch.exact, batch.mask
+    if isinstance(mask, VerifyMask):
+        _check_verify_mask(batch, mask)
     if exact is not None:
         if exact.longest > table.max_context:  # none is negative: the batch saw to it
             _within("seq_lens", exact.seq_lens, 0, table.max_context)
-        _check_mask(batch, exact)
+        if mask is not None:
+            _check_mask(batch, exact)
     if batch.encoder_lens is not None and batch.encoder_lens.is_cpu:
         _within("encoder_lens", batch.encoder_lens[:real], 0, table.max_encoder)
     loc = batch.out_cache_loc

@@ -24,7 +24,13 @@ from anyattn.core.metadata.extent import csr_entries, max_kv_len, max_q_len, tab
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.metadata.upload import Uploader, UploadLayout
-from anyattn.core.metadata.windows import check_ids, check_windows, fill_windows, prepare_windows
+from anyattn.core.metadata.windows import (
+    check_ids,
+    check_windows,
+    fill_windows,
+    prepare_windows,
+    translates,
+)
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.core.spec import AttentionKind
 from anyattn.core.strategy import Strategy, choose_strategy
@@ -63,6 +69,7 @@ class MetadataCompiler:
         self._rows = RowCheck(table.max_requests)
         self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
+        self._translates = translates(pool, self._groups)
 
     def prepare(
         self,
@@ -168,8 +175,10 @@ class MetadataCompiler:
             self._fill_tables(plan)
         else:
             self.filler(plan)
-        fill_mask(plan)
-        fill_windows(plan, self.pool)
+        if plan.mask_mode is not None:
+            fill_mask(plan)
+        if self._translates:
+            fill_windows(plan, self.pool)
 
     def _fill_tables(self, plan: Plan) -> None:
         torch.sub(plan.seq_lens, plan.extend_lens, out=plan.prefix_lens)
@@ -194,13 +203,14 @@ class MetadataCompiler:
             check_windows(plan, self.table, self.pool)
 
     def _check_host(self, batch: ForwardBatch) -> None:
-        check_ids(batch, self.pool)
+        if batch.ids is not self.pool.ids:
+            check_ids(batch, self.pool)
         if self.checks == "off":
             return
         check_host(batch, self.table, self._rows, self._slots)
-        loc = batch.out_cache_loc
         if self._any_slot_is_writable:
             return
+        loc = batch.out_cache_loc
         if loc is not None and loc.is_cpu:
             self.pool.check_writable(loc[: batch.num_tokens - batch.num_padding_tokens])
 

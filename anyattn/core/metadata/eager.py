@@ -49,7 +49,7 @@ class _Kept:
     def __init__(self, plan: Plan, stream: int) -> None:
         self.plan, self.stream = plan, stream
         self.inference = torch.is_inference_mode_enabled()
-        self._tensors = list(_tensors(plan))
+        self._tensors = list({id(each): each for each in _tensors(plan)}.values())
         memory = {each._cdata: each for each in (t.untyped_storage() for t in self._tensors)}
         self._storages = list(memory)
         self._parts: list[Any] = [plan.tables, plan.write_locs, plan.window_locs]
@@ -171,24 +171,17 @@ class EagerPlans:
 
     def _free(self, batch: ForwardBatch, serves: Callable[[Plan, ForwardBatch], bool]) -> _Kept | None:
         """Takes out a plan that nobody holds and that the batch fits, the one unused for longest."""
-        sizes = batch.batch_size, batch.num_tokens
-        stream, inference = self._stream(), torch.is_inference_mode_enabled()
+        stream, inference, fits = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fits
         for at, kept in enumerate(self._plans):
-            mine = kept.stream == stream and kept.inference is inference and kept.plan.key[3:] == sizes
-            if mine and kept.is_free() and self._compiler.fits(kept.plan, batch) and serves(kept.plan, batch):
+            if (
+                kept.stream == stream
+                and kept.inference is inference
+                and fits(kept.plan, batch)
+                and kept.is_free()
+                and serves(kept.plan, batch)
+            ):
                 return self._plans.pop(at)
         return None
-
-    def keep(self, plan: Plan) -> None:
-        """Remember a plan that was just made, before any kernel or caller has seen it."""
-        if plan.key.mode is not ForwardMode.DECODE or not self._open(plan.batch):
-            return
-        layout = layout_of(plan)
-        if layout is not None:
-            plan.uploaded = layout
-            if len(self._plans) >= _COUNT:
-                del self._plans[0]
-            self._plans.append(_Kept(plan, self._stream()))
 
     def _open(self, batch: ForwardBatch) -> bool:
         """A plain batch, outside captures and of what looks into every operator (or makes fake tensors)."""

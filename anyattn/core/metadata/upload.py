@@ -46,7 +46,7 @@ class UploadLayout:
 
     def __init__(self, region: torch.Tensor, fields: Sequence[tuple[str, int, int, torch.dtype]]) -> None:
         """`region` uint8, on the device. `fields`: attribute, byte offset, length, stored dtype of each."""
-        self.region = region
+        self.region, self.nbytes = region, region.shape[0]
         self.read: Callable[[object], tuple[torch.Tensor, ...]] = attrgetter(*(name for name, *_ in fields))
         """`read(batch)`: its vectors."""
         self._places = [(at, length, dtype) for _, at, length, dtype in fields]
@@ -59,7 +59,7 @@ class UploadLayout:
         found = self._placed.get(number)
         if found is None or found[0] is not memory:
             vectors = [memory[at : at + n * dtype.itemsize].view(dtype) for at, n, dtype in self._places]
-            found = self._placed[number] = memory, vectors, memory[: self.region.shape[0]]
+            found = self._placed[number] = memory, vectors, memory[: self.nbytes]
         return found[1], found[2]
 
 
@@ -97,7 +97,7 @@ class Uploader:
             torch._foreach_copy_(layout.placed(_IN_PLACE, region)[0], vectors)
             return
         number = self._next
-        staging = self._staging(region.shape[0])
+        staging = self._staging(layout.nbytes)
         packed, whole = layout.placed(number, staging.memory)
         torch._foreach_copy_(packed, vectors)
         region.copy_(whole, non_blocking=True)

@@ -7,6 +7,8 @@ REQUEST_TABLE, which has no list to translate.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from anyattn.core.batch import ForwardBatch, ForwardMode
@@ -19,7 +21,7 @@ from anyattn.core.metadata.buffers import StepStorage
 from anyattn.core.plan import Plan, Table, TableKind
 from anyattn.errors import BatchError
 
-__all__ = ["check_ids", "check_windows", "fill_windows", "prepare_windows", "translate_table"]
+__all__ = ["check_ids", "check_windows", "fill_windows", "prepare_windows", "translate_table", "translates"]
 
 
 def check_ids(batch: ForwardBatch, pool: KVPool) -> None:
@@ -32,6 +34,12 @@ def check_ids(batch: ForwardBatch, pool: KVPool) -> None:
             allowed=f"{pool.ids.value} ids: what the tables of {type(pool).__name__} list",
             hint="VirtualIds(…) on a UnifiedPool, plain slots on any other",
         )
+
+
+def translates(pool: KVPool, groups: Iterable[TableGroup]) -> bool:
+    """Slots of some group's layers differ from the request table's: else `fill_windows` has nothing to do."""
+    mapped = bool(pool.full_to_window) or type(pool).table_map is not KVPool.table_map
+    return mapped or any(group.space is Space.WINDOW for group in groups)
 
 
 def prepare_windows(plan: Plan, pool: KVPool, storage: StepStorage) -> None:

@@ -80,13 +80,17 @@ def test_steps_on_plans_that_were_used(windows: tuple[int | None, ...]) -> None:
         world.step([random.randint(1, CONTEXT) for _ in range(count)], step)
 
 
-def test_lengths_that_call_for_other_tiles() -> None:
-    """Even requests are cut alike; a plan for those isn't used for one long request among short ones."""
-    world = World()
-    even = world.old.init_forward_metadata(world.batch([150, 151, 150]))
-    tiles = [each.tiles for each in even.private.decode.values()]
-    del even
-    gc.collect()  # the interpreter leaves cycles that hold what kernels were given
+@pytest.mark.parametrize("steps", [1, 3])
+def test_lengths_that_call_for_other_tiles(steps: int) -> None:
+    """Even requests are cut alike; a plan for those isn't used for one long request among short ones, even
+    if it was used before.
+    """
+    world, tiles = World(), []
+    for step in range(steps):
+        even = world.old.init_forward_metadata(world.batch([150, 151 + step, 150]))
+        tiles = [each.tiles for each in even.private.decode.values()]
+        del even
+        gc.collect()  # the interpreter leaves cycles that hold what kernels were given
     uneven = world.old.init_forward_metadata(world.batch([CONTEXT, 1, 1]))
     chosen = [each.tiles for each in uneven.private.decode.values()]
     fresh = world.new.init_forward_metadata(uneven.batch)
@@ -111,19 +115,21 @@ def replaced_table(world: World) -> None:
 
 
 PROMISES = {
-    "the pool": ("step.pool is not self.pool", replaced_pool),
-    "the request table": (" or each.source is not source", replaced_table),
-    "tiles": ("tiles is not each.tiles or ", lambda world: test_lengths_that_call_for_other_tiles()),
-}
+    "the pool": ("step.pool is not self.pool", "False", replaced_pool),
+    "the request table": ("each.source is not source", "False", replaced_table),
+    "tiles": ("tiles is not each.tiles", "False", lambda world: test_lengths_that_call_for_other_tiles(1)),
+    "lengths since the last time": (
+        "lengths != step.suits", "step.suits is None",
+        lambda world: test_lengths_that_call_for_other_tiles(3),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PROMISES)
 def test_what_was_replaced_is_noticed(what: str) -> None:
-    old, promise = PROMISES[what]
+    old, new, promise = PROMISES[what]
     promise(World())
-    fault = Mutant(
-        name=what, where="anyattn.backends.portable.triton:TritonAttention.renews", old=old,
-        new="False" if what == "the pool" else "", names=(),
-    )  # fmt: skip
+    where = "anyattn.backends.portable.triton:TritonAttention.renews"
+    fault = Mutant(name=what, where=where, old=old, new=new, names=())
     with applied(fault), pytest.raises(AssertionError):
         promise(World())
