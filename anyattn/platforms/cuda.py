@@ -19,18 +19,19 @@ _DENSE = (
     Preference(
         architectures=_SM90,
         phase=Phase.PREFILL,
-        order=("flashinfer", "fa3", "triton", "fa4", "hpc_ops", "flex_attention", "torch_native"),
-        evidence="H200, 32/8 heads, D 128: 8k prompts FlashInfer ragged (fa3) 599 TFLOP/s, FA3 paged 551; "
-        "32k 645 and 647; on a 16k cached prefix FA3 is ahead, 558 to 503",
-        date="2026-11-29",
+        order=("fa3", "triton", "flashinfer", "fa4", "hpc_ops", "flex_attention", "torch_native"),
+        evidence="H200, 32/8 heads, D 128, us: 8k prompts FA3 873, FlashInfer 919, Triton 963; 8 x 512 on 16k"
+        " cached FA3 1,991, Triton 1,794, FlashInfer 2,196; decode with a chunk of 2k FA3 608, Triton 584, "
+        "FlashInfer 1,534; over 10 prompts alone FlashInfer is within 4 % of FA3, ahead on short ones",
+        date="2026-11-30",
         library=_MEASURED,
     ),
     Preference(
         architectures=_SM90,
         phase=Phase.DECODE,
         order=(
-            "flashinfer",
             "triton",
+            "flashinfer",
             "fa3",
             "trtllm_mha",
             "hpc_ops",
@@ -38,9 +39,10 @@ _DENSE = (
             "fa4",
             "torch_native",
         ),
-        evidence="H200, 64 × 8k, 32/8 heads, D 128: FlashInfer (tensor cores) 4,261 GB/s, FA3 3,701; a "
-        "Triton prototype 1.02 × FlashInfer there, 1.09 over 31 cells",
-        date="2026-11-29",
+        evidence="H200, us under graphs: 64 x 8k, 32/8 heads, D 128 Triton 479, FlashInfer 486, FA3 512; 256 "
+        "chat-like requests 628, 677, 682; one of 128k beside 31 of 1k 167, 932, 173; 64 x 2k, 4 drafts each "
+        "132, 619, 159; 64 x 8k of fp8 269, 414, 411",
+        date="2026-11-30",
         library=_MEASURED,
     ),
     Preference(

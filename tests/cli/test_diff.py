@@ -147,7 +147,7 @@ def test_the_same_file_twice_changes_nothing(save: Save, capsys: pytest.CaptureF
 
 def test_two_decisions(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
     spec = anyattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    hosts = ("cuda:sm90+flashinfer-python==0.7.2", "cuda:sm90-flashinfer-python")
+    hosts = ("cuda:sm120+flashinfer-python==0.7.2", "cuda:sm120-flashinfer-python")
     decisions = [anyattn.select(spec, dtype="bfloat16", host=host).to_json() for host in hosts]
     old, new = (save(name, d) for name, d in zip(("old", "new"), decisions, strict=True))
     code, text = run(capsys, old, new, "--fail-on-change")
