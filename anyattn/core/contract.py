@@ -182,10 +182,11 @@ class AttentionBackend(StepBackend):
         self._segments.refresh(captured, batch)
 
     def _check_batch(self, batch: ForwardBatch) -> Traits:
-        traits = self._traits_of(batch.forward_mode)
+        mode = batch.forward_mode
+        traits = self._known_traits.get(mode) or self._traits_of(mode)
         if not asks_nothing(batch, traits):
             for feature, who in check_served(batch, traits, self.config.name, self.config.limits):
-                self._require(feature, batch.forward_mode, who)
+                self._require(feature, mode, who)
         return traits
 
     # -- compute -------------------------------------------------------------------------------------

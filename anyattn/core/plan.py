@@ -184,7 +184,7 @@ class Plan:
         """From now on this plan stands for `batch`, of the same shape: values change, tensors stay."""
         key = self.key
         self.batch = batch
-        self.key = PlanKey(batch.serial, *key[1:])
+        self.key = tuple.__new__(PlanKey, (batch.serial, *key[1:]))
         made = self.__dict__
         made.pop("host_seq_lens", None)
         made.pop("host_extend_lens", None)

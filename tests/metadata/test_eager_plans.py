@@ -16,7 +16,6 @@ from anyattn.core.metadata import eager as module
 from anyattn.core.metadata.buffers import StepBuffers
 from anyattn.core.plan import Plan, TableForm, TableKind
 from anyattn.core.spec import Limits
-from anyattn.core.streams import EventRecorder
 from anyattn.errors import BatchError
 
 
@@ -230,9 +229,7 @@ def test_plans_in_buffers_are_never_kept(steps: Steps) -> None:
 
 def test_each_stream_has_plans_of_its_own(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     current = 11
-    monkeypatch.setattr(EventRecorder, "handle", lambda self: current)
-    monkeypatch.setattr(steps.eager, "_device", torch.device("cuda"))
-    monkeypatch.setattr(module, "is_capturing", lambda device: False)
+    monkeypatch.setattr(steps.eager, "_stream", lambda: current)
     first = steps.plan(steps.batch(5, 9)).seq_lens.data_ptr()
     current = 22
     second = steps.plan(steps.batch(6, 10)).seq_lens.data_ptr()

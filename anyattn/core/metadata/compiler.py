@@ -147,8 +147,13 @@ class MetadataCompiler:
         Raises:
             BatchError: as `prepare`.
         """
+        layout = plan.uploaded
+        assert layout is not None
         self._check_host(batch)
-        self._rewrite(plan, batch, TreeMaskMode.FULL_MASK)
+        self._uploader.send_again(layout, layout.read(batch))
+        plan.retarget(batch)
+        for group, table in plan.tables.items():
+            table.remirror(table_mirrors(batch, group, table.form, self.table))
         plan.max_kv_len = max_kv_len(batch, self.table.max_context)
 
     def fits(self, plan: Plan, batch: ForwardBatch) -> bool:

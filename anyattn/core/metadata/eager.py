@@ -124,7 +124,10 @@ class EagerPlans:
     def __init__(self, compiler: MetadataCompiler, *, usable: bool = True) -> None:
         """On devices whose streams aren't known here, and unless `usable`, nothing is kept."""
         self._compiler, self._plans = compiler, list[_Kept]()
-        self._device, self._streams = compiler.device, EventRecorder(compiler.device)
+        self._device = compiler.device
+        on_cuda = self._device.type == "cuda"
+        self._stream: Callable[[], int] = EventRecorder(self._device).handle if on_cuda else _one_stream
+        """The current stream."""
         self._usable = usable and _SEEN and compiler.device.type in ("cpu", "cuda")
 
     def renewed(
@@ -195,9 +198,10 @@ class EagerPlans:
             and not is_capturing(self._device)
         )
 
-    def _stream(self) -> int:
-        """The current stream; on a CPU there is one."""
-        return self._streams.handle() if self._device.type == "cuda" else 0
+
+def _one_stream() -> int:
+    """Of a CPU."""
+    return 0
 
 
 class _Holder:

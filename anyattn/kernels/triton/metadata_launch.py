@@ -48,9 +48,10 @@ class _Again(NamedTuple):
     device: int
     source: torch.Tensor
     place: int
-    started: Started
+    run: Callable[..., None]
     grid: tuple[int, int]
-    values: list[Any]
+    values: tuple[Any, ...]
+    """All that follows the stream."""
     others: tuple[DecodeStep, ...]
 
 
@@ -85,7 +86,7 @@ class FusedFiller:
             device, source = direct_device(), self.table.req_to_token
             if again.device == device and again.source is source and again.place == source.data_ptr():
                 stream = torch._C._cuda_getCurrentRawStream(device)
-                again.started.start_rows(stream, *again.grid, *again.values)
+                again.run(*again.grid, 1, stream, *again.values)
                 for step in again.others:
                     fill_ranges(step)
                 return
@@ -142,7 +143,8 @@ class FusedFiller:
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 started.start_rows(stream, *grid, *values)
                 if not uses_encoder and len(groups) == len(plan.tables) and _as_large_again(plan):
-                    plan.refill = _Again(device, source, values[4], started, grid, values, others)
+                    after = (*started.front, *values, *started.last)
+                    plan.refill = _Again(device, source, values[4], started.run, grid, after, others)
                 return
         constexprs = {
             "GROUPS": len(groups),
