@@ -41,8 +41,9 @@ def max_q_len(batch: ForwardBatch) -> int:
 
 def max_kv_len(batch: ForwardBatch, max_context: int) -> int:
     """Largest number of KV tokens of a request: exact, or a bound."""
-    if batch.exact is not None:
-        return batch.exact.longest
+    exact = batch.exact
+    if exact is not None:
+        return exact.longest
     if isinstance(batch.host_lens, UpperBound):
         return min(batch.host_lens.max_seq_len, max_context)
     return max_context
