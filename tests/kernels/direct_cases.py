@@ -52,7 +52,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(launch, "_direct", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return found
 

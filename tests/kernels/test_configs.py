@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the portable extra isn't installed")
 from anyattn.catalog import architectures
 from anyattn.kernels.triton.configs import amd, choose_decode, choose_extend, interpreter, nvidia
 from anyattn.kernels.triton.configs.choose import (
+    EVEN_TILES,
     MIN_TILES,
     decode_row,
     extend_row,
@@ -93,31 +94,47 @@ def test_ranges_fill_the_chip(arch: str, batch: int) -> None:
 
 
 def test_one_long_request_uses_every_unit() -> None:
-    for even in (False, True):
-        got = choose_decode(1, 8, 131_072, 128, 2, "sm90", 132, even=even)
+    for even, longest in itertools.product((False, True), (8192, 131_072)):
+        got = choose_decode(1, 8, longest, 128, 2, "sm90", 132, even=even)
         assert got.num_ranges == 132 // 8
-        assert got.parts == (132 // 8 if even else 0)
+        assert got.parts == (132 // 8 if even and longest == 8192 else 0)
 
 
-@pytest.mark.parametrize(("batch", "parts"), [(1, 16), (2, 8), (16, 1), (17, 1), (33, 1), (98, 1)])
-def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, parts: int) -> None:
-    got = choose_decode(batch, 8, 131_072, 128, 2, "sm90", 132, even=True)
+@pytest.mark.parametrize(
+    ("batch", "longest", "parts"),
+    [
+        (1, 16_384, 16),
+        (2, 8192, 8),
+        (4, 4096, 4),
+        (16, 1024, 1),
+        (17, 131_072, 1),
+        (33, 8192, 1),
+        (98, 8192, 1),
+    ],
+)
+def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, longest: int, parts: int) -> None:
+    got = choose_decode(batch, 8, longest, 128, 2, "sm90", 132, even=True)
     assert (got.parts, got.split) == ((parts, True) if parts > 1 else (0, False))
     assert got.num_ranges == batch * parts
 
 
-@pytest.mark.parametrize(("batch", "longest"), [(1, 32_768), (2, 16_384), (4, 8192), (8, 4096)])
-def test_long_parts_are_merged_by_decode_itself(batch: int, longest: int) -> None:
-    """Everywhere where the merge can't start early; short ones, where it can, outside of graphs."""
-    got = choose_decode(batch, 8, longest, 128, 2, "sm90", 132, even=True)
-    assert (got.merged, got.overlap) == (True, 0)
-    assert not choose_decode(batch, 8, longest, 128, 2, "sm90", 132).merged, "ranges"
-    short = choose_decode(batch, 8, longest // 8, 128, 2, "sm90", 132, even=True)
-    assert (short.merged, short.overlap) == (True, 2)
-    for arch in ("gfx942", "gfx1201", "sm100"):
-        assert not choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True).merged, "not measured"
-    assert not choose_decode(1, 1, 131_072, 128, 2, "sm90", 132, even=True).merged, "132 pieces"
-    assert not choose_decode(132, 8, longest, 128, 2, "sm90", 132, even=True).merged, "not cut"
+@pytest.mark.parametrize("arch", ["sm90", "sm100", "gfx942"])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
+def test_long_wide_programs_have_ranges_even_so(arch: str, batch: int) -> None:
+    tile = decode_row(arch, 128, 2).wide.block_n
+    longest = EVEN_TILES * 132 // (batch * 8) * tile
+    even = choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True)
+    assert even.parts or not even.split
+    longer = choose_decode(batch, 8, longest + 1, 128, 2, arch, 132, even=True)
+    assert longer == choose_decode(batch, 8, longest + 1, 128, 2, arch, 132)
+    assert (longer.parts, longer.split, longer.num_ranges) == (0, True, 132 // 8)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_long_wide_programs_of_other_head_sizes_keep_their_parts(dim: int) -> None:
+    """Their ranges have tiles of their own, with which that was not measured."""
+    assert choose_decode(1, 8, 131_072, dim, 2, "sm90", 132, even=True).parts == 132 // 8
+    assert choose_decode(16, 8, 131_072, dim, 2, "sm90", 132, even=True).num_ranges == 16
 
 
 def test_short_requests_are_cut_tile_by_tile() -> None:

@@ -68,13 +68,11 @@ VARIANTS = (PLAIN, Variant(0.5, cap=3.0, sinks=torch.zeros(4, dtype=torch.bfloat
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "cap-sinks"])
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_launches_of_the_ordinary_path(
-    kernels: dict[str, Kernel], variant: Variant, merged: bool
-) -> None:
-    layer, loc = Layer(variant, merged=merged, overlap=1 - merged), torch.arange(3)
+@pytest.mark.parametrize("split", [True, False])
+def test_the_launches_of_the_ordinary_path(kernels: dict[str, Kernel], variant: Variant, split: bool) -> None:
+    layer, loc = Layer(variant, split=split), torch.arange(3)
     layer.ordinary(loc, **layer.inputs())
-    first = {name: kernels[name].launches[0] for name in NAMES[: 2 + (not merged)]}
+    first = {name: kernels[name].launches[0] for name in NAMES[: 2 + split]}
     layer.step = layer.new_step()
     given, loc = layer.inputs(), torch.arange(3)
     assert layer.at_once(loc, **given) is given["out"]
@@ -84,36 +82,7 @@ def test_the_launches_of_the_ordinary_path(
         assert once == again
         assert once != as_run(grid, args, options), "new addresses"
         assert len(kernels[name].launches) == 1
-    assert (not kernels["merge_ranges_kernel"].launches) == merged
-
-
-def test_one_launch_eagerly_and_two_in_a_capture(
-    kernels: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the merge starts early in a graph. All that a capture needs is compiled before it."""
-    layer, loc = Layer(merged=True), torch.arange(3)
-    layer.ordinary(loc, **layer.inputs())
-    first = kernels["decode_kernel"].launches
-    assert [options["MERGED"] for _, _, options in first] == [0, 32]
-    before = {name: len(kernels[name].launches) for name in NAMES}
-    assert before["merge_ranges_kernel"] == 1
-    for call in (layer.ordinary, layer.at_once):
-        runs_before = runs(kernels)
-        call(loc, **layer.inputs())
-        assert runs(kernels) == [runs_before[0] + 1, runs_before[1] + 1, runs_before[2]]
-        assert kernels["decode_kernel"].compiled.calls[-1][-1] == 32
-    monkeypatch.setattr(launch, "_is_capturing", lambda: True)
-    for call in (layer.ordinary, layer.at_once):
-        runs_before = runs(kernels)
-        call(loc, **layer.inputs())
-        assert runs(kernels) == [n + 1 for n in runs_before]
-        assert kernels["decode_kernel"].compiled.calls[-1][-1] == 0
-    assert before == {name: len(kernels[name].launches) for name in NAMES}
-    heard: list[Any] = []
-    previous = launch.set_hook(lambda kernel, *_: bool(heard.append(kernel)) or True)
-    layer.ordinary(loc, **layer.inputs())
-    launch.set_hook(previous)
-    assert heard == [kernels[name] for name in NAMES]
+    assert bool(kernels["merge_ranges_kernel"].launches) == split
 
 
 def test_an_output_of_its_own(kernels: dict[str, Kernel]) -> None:

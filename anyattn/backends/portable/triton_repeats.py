@@ -57,7 +57,7 @@ class DecodeRepeats:
         `loc`: slots int64 of as many tokens as the plan's, one at least.
         """
         device = direct_device()
-        step: DecodeStep = plan.private.decode[self._group].here()
+        step: DecodeStep = plan.private.decode[self._group]
         strides = self._strides_of_own if out is None else out.stride()
         key = (step.number, device, q.stride(), k.stride(), v.stride(), strides)
         known = self._known.get(key)

@@ -3,7 +3,7 @@
 The table is read straight from `req_to_token`; how requests are cut into ranges is `ranges.py`'s.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, SIM102, RUF100  (inside a kernel, annotations mean constexpr to Triton)
+# ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
 
 import triton
@@ -11,7 +11,6 @@ import triton.language as tl
 
 from anyattn.kernels.triton.common import apply_sink, capped, page_offsets, softmax_tile, table_slots
 from anyattn.kernels.triton.decode_pairs import stream_pairs
-from anyattn.kernels.triton.merge import merge_if_last
 from anyattn.kernels.triton.ranges import listed
 
 __all__ = ["decode_kernel"]
@@ -112,7 +111,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
-    WALK: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
+    WALK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * Hkv * head_blocks,)`, heads fastest: they read neighbouring memory at the same time.
 
@@ -123,7 +122,6 @@ def decode_kernel(
     PAIRS: 8-bit keys are read two at a time, and multiplied as float16; see `halves` and `attention.pairs`.
     OVERLAP 1: the merge may be launched before the last program has ended (sm_90: programmatic dependent
     launch); 2: so was this kernel before the one in front of it.
-    MERGED: pieces are merged here, so many heads at a time, by the last program of a request; 0: elsewhere.
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     if OVERLAP > 1:
@@ -147,16 +145,12 @@ def decode_kernel(
     v_base = v_cache + kv_head.to(tl.int64) * v_head
     logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
     values_scale = v_scale + kv_head * v_scale_h
-    step = tl.load(record + 10)
-    arrivals = ranges + tl.num_programs(0) // programs * 16 + pid % programs
-    count = left
     if WALK:
         while left > 0:
             tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
             stop = tl.minimum(left, tiles - at) + at
             whole = (at == 0) & (stop == tiles)
             lo = at * BLOCK_N
-            taken = count - left
             left -= stop - at
             m, den, acc = _stream(
                 q, b, row, start, length, lo, tl.minimum(stop * BLOCK_N, length), source, source_row,
@@ -171,17 +165,8 @@ def decode_kernel(
                 values_scale, heads, in_group, kv_heads, GROUP, DV, BLOCK_DV,
                 HAS_SINKS, WRITE_LSE, SPLIT,
             )  # fmt: skip
-            if MERGED > 0:
-                if whole == 0:
-                    merge_if_last(
-                        b, r, at, stop - at, taken, tiles, step, arrivals, programs, out, lse, sinks,
-                        part_out, part_lse, out_t, out_h, lse_t, kv_head, pid % HEAD_BLOCKS * BLOCK_H,
-                        kv_heads, GROUP, DV, BLOCK_DV, BLOCK_H, HAS_SINKS, WRITE_LSE, MERGED,
-                    )  # fmt: skip
             at *= 0
             b += 1
-        if OVERLAP > 0:
-            tl.extra.cuda.gdc_launch_dependents()
     else:
         stop = at + left
         m, den, acc = _stream(
@@ -190,19 +175,11 @@ def decode_kernel(
             logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
             HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
         )  # fmt: skip
-        tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
-        whole = (at == 0) & (stop == tiles)
+        whole = (at == 0) & (stop == tl.maximum(tl.cdiv(length, BLOCK_N), 1))
         _finish(
             m, den, acc, b, r, whole, out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t,
             values_scale, heads, in_group, kv_heads, GROUP, DV, BLOCK_DV,
             HAS_SINKS, WRITE_LSE, SPLIT,
         )  # fmt: skip
-        if OVERLAP > 0:
-            tl.extra.cuda.gdc_launch_dependents()
-        if MERGED > 0:
-            if (whole == 0) & (left > 0):
-                merge_if_last(
-                    b, r, at, left, 0, tiles, step, arrivals, programs, out, lse, sinks,
-                    part_out, part_lse, out_t, out_h, lse_t, kv_head, pid % HEAD_BLOCKS * BLOCK_H,
-                    kv_heads, GROUP, DV, BLOCK_DV, BLOCK_H, HAS_SINKS, WRITE_LSE, MERGED,
-                )  # fmt: skip
+    if OVERLAP > 0:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from anyattn.kernels.triton.attention import Cache, Heads, Variant, decode_progr
 from anyattn.kernels.triton.configs import Decode
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.decode import decode_kernel
-from anyattn.kernels.triton.launch import Fixed, Started, direct_device, is_eager, launch
+from anyattn.kernels.triton.launch import Fixed, Started, direct_device, launch
 from anyattn.kernels.triton.merge import merge_ranges_kernel
 from anyattn.kernels.triton.ranges import FIELDS, ranges_kernel
 
@@ -28,17 +28,7 @@ __all__ = [
 
 _WARP = 128  # numbers of a row that a warp merges
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
-RANGES_CONSTEXPRS = (
-    "BLOCK_N",
-    "SUB",
-    "HAS_WINDOW",
-    "MIN_TILES",
-    "SPLIT",
-    "OWN",
-    "BLOCK_B",
-    "PARTS",
-    "ARRIVALS",
-)
+RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B", "PARTS")
 """What a kernel that deals a step out is compiled for, in its order; see `ranges_kernel`."""
 _fills: dict[tuple[Any, ...], Started] = {}
 _alike: dict[tuple[Any, ...], int] = {}
@@ -53,8 +43,7 @@ class DecodeStep:
 
     `source`: request table; `req_rows int64 [B]` into it; `kv_start`, `kv_lens int32 [B]`; `window` trims
     further; `run`: consecutive slots that a table entry stands for; `heads`: of the layer with most of them;
-    `ranges int32 [R, FIELDS]`: filled by `fill_ranges`, with counters behind it where decode merges;
-    `pieces`: workspace, None = no request is cut.
+    `ranges int32 [R, FIELDS]`: filled by `fill_ranges`; `pieces`: workspace, None = no request is cut.
     """
 
     source: torch.Tensor
@@ -73,19 +62,6 @@ class DecodeStep:
         """Arguments of decode and of its merge, the same for every layer."""
         return self.with_pieces(self.pieces)
 
-    @property
-    def apart(self) -> DecodeStep:
-        """The same step with a merge of its own: in a graph, where it starts early, that takes less time.
-
-        Made anew: whoever counts what holds the tensors isn't to find it.
-        """
-        return replace(self, tiles=replace(self.tiles, merged=False))
-
-    def here(self) -> DecodeStep:
-        """What is launched where we are: eager calls are spared a launch, which costs a graph nothing."""
-        tiles = self.tiles
-        return self.apart if tiles.merged and tiles.overlap and not is_eager() else self
-
     @cached_property
     def number(self) -> int:
         """Equal for steps that are dealt out alike, and whose arguments kernels are specialised on alike."""
@@ -103,10 +79,7 @@ class DecodeStep:
         window: int | None, run: int, heads: Heads, tiles: Decode,
     ) -> DecodeStep:  # fmt: skip
         """With storage of its own."""
-        rows = tiles.num_ranges
-        if tiles.merged:
-            rows += -(-rows * decode_programs(heads) // FIELDS)
-        ranges = torch.empty(rows, FIELDS, dtype=torch.int32, device=source.device)
+        ranges = torch.empty(tiles.num_ranges, FIELDS, dtype=torch.int32, device=source.device)
         work = pieces(req_rows.shape[0], heads, tiles, source.device)
         made = DecodeStep(source, req_rows, kv_start, kv_lens, window, run, heads, tiles, ranges, work)
         _ = made.fixed  # holds the tensors from the first on: who else does can be counted
@@ -136,7 +109,6 @@ def ranges_constants(step: DecodeStep) -> tuple[int, ...]:
         tiles.split and not tiles.parts and batch <= min(tiles.num_ranges, _BLOCK_B),
         _FEW_B if batch <= _FEW_B else _BLOCK_B,
         tiles.parts,
-        decode_programs(step.heads) if tiles.merged else 0,
     )
 
 
@@ -190,7 +162,6 @@ class _Layer:
             "UPCAST": upcast(dtype), "PAIRS": pairs(cache, heads, dtype) if tiles.half else 0,
             "FLAT": cache.flat, "WIDE": cache.wide,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
-            "MERGED": max(1, tiles.num_warps * _WARP // block_dv) if tiles.merged else 0,
         }  # fmt: skip
         self.merge_constexprs = {
             "DV": heads.v_dim, "BLOCK_DV": block_dv, "HEADS": at_once, "HAS_SINKS": has_sinks,
@@ -220,7 +191,6 @@ def decode(
 
     `work`: workspace in place of the step's, for layers with other heads.
     """
-    step = step.here()
     tiles, sinks = step.tiles, variant.sinks
     layer: _Layer | None = cache.memo.get("decode")
     if layer is None or not layer.serves(heads, tiles, lse is not None, q.dtype):
@@ -245,8 +215,6 @@ def decode(
     )
     started = layer.started.get(known)
     if started is None:
-        if tiles.merged and tiles.overlap:  # a capture, where nothing can be compiled, is to find the others
-            decode(q, cache, step.apart, heads, variant, out, lse, work)
         started = _launch(layer, step, heads, q, out, lse, sinks, strides, own, merging)
         if known[3] == 0:  # of odd addresses, any may be the odd one
             layer.started[known] = started
@@ -311,7 +279,7 @@ def _launch(
         (q, out, lse, sinks, *strides), layer.constexprs, (own, layer.fixed),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **layer.options,
     )  # fmt: skip
-    if tiles.split and not tiles.merged:
+    if tiles.split:
         merge = launch(
             merge_ranges_kernel, (layer.merge_grid,),
             (out, lse, sinks, *strides[2:], heads.num_q),

@@ -20,7 +20,6 @@ __all__ = [
     "direct_device",
     "interpreting",
     "is_descriptor",
-    "is_eager",
     "launch",
     "set_hook",
 ]
@@ -38,7 +37,6 @@ _interpreting = bool(triton.knobs.runtime.interpret)  # read once: the knob look
 _direct = triton.__version__.startswith(DIRECT_VERSIONS) and not _interpreting
 # Where tensors are on a device, it has been initialised: torch.cuda.current_device would ask again.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_is_capturing: Callable[[], bool] = torch._C.__dict__["_cuda_isCurrentStreamCapturing"]
 
 
 def interpreting() -> bool:
@@ -147,11 +145,6 @@ def launch(
 def direct_device() -> int:
     """The current device where launches are direct and nobody listens, else -1."""
     return -1 if _hook is not None or not _direct else _current_device()
-
-
-def is_eager() -> bool:
-    """Launches are direct, and neither recorded nor captured: each costs the host's time."""
-    return _hook is None and _direct and not _is_capturing()
 
 
 def _entry(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

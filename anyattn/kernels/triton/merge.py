@@ -8,7 +8,7 @@ import triton.language as tl
 
 from anyattn.kernels.triton.common import apply_sink
 
-__all__ = ["merge_if_last", "merge_kernel", "merge_ranges_kernel"]
+__all__ = ["merge_kernel", "merge_ranges_kernel"]
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _merge(
     """Request `b` for `heads [HEADS]` from its `pieces` rows, `row` and the next.
 
     Rows are the first axis, and with a warp for 128 numbers of the other two a thread has all rows of those
-    it loads: it sums them in their order, and whoever merges gets the same bits.
+    it loads: it sums them in their order, and no thread waits for another.
     """
     offs_s = tl.arange(0, 16)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -76,7 +76,7 @@ def _merge(
     for s in range(0, pieces, 16):
         place = (row + s + offs_s).to(tl.int64)[:, None] * num_heads + heads[None, :]
         inside = (s + offs_s < pieces)[:, None] & used[None, :]
-        # Other programs of this launch may have written them: past the first-level cache.
+        # Nothing is read twice: past the first-level cache.
         part = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
         tile = tl.load(
             part_out + place[:, :, None] * DV + offs_dv[None, None, :],
@@ -124,33 +124,3 @@ def merge_ranges_kernel(
             b, r + b, pieces, heads, heads < num_heads, num_heads, out, lse, sinks, part_out, part_lse,
             out_t, out_h, lse_t, DV, BLOCK_DV, HEADS, HAS_SINKS, WRITE_LSE,
         )  # fmt: skip
-
-
-@triton.jit
-def merge_if_last(
-    b, r, at, mine, taken, tiles, step, arrivals, programs, out, lse, sinks, part_out, part_lse,
-    out_t, out_h, lse_t, kv_head, first_head, kv_heads,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Counts the tiles of request `b` that are done; whoever makes them all merges its pieces.
-
-    This program's piece, `mine` tiles from tile `at` on, is in row `r + b`; its range had `taken` tiles of
-    others before. `arrivals`: of this program's heads in range 0; zero before and after.
-    """
-    back = tl.cdiv(at, step)
-    first = r - back
-    arrived = arrivals + first * programs
-    tl.debug_barrier()  # every thread's stores are before the one thread's release
-    before = tl.atomic_add(arrived, mine, sem="acq_rel", scope="gpu")
-    if before + mine == tiles:
-        tl.debug_barrier()
-        tl.store(arrived, 0)
-        pieces = tl.cdiv(back * step - at + taken + tiles, step)
-        for h in range(first_head, tl.minimum(first_head + BLOCK_H, GROUP), HEADS):
-            offs_h = h + tl.arange(0, HEADS)
-            _merge(
-                b, first + b, pieces, kv_head * GROUP + offs_h, offs_h < GROUP, kv_heads * GROUP,
-                out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t,
-                DV, BLOCK_DV, HEADS, HAS_SINKS, WRITE_LSE,
-            )  # fmt: skip

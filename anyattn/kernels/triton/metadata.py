@@ -189,7 +189,6 @@ def metadata_kernel(
     FILL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, OWN: tl.constexpr, DEAL_B: tl.constexpr, PARTS: tl.constexpr,
-    ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Grid `(B * splits, 1 + GROUPS)`; part p of a request takes its chunks p, p + splits, ….
 
@@ -204,8 +203,7 @@ def metadata_kernel(
         if job == GROUPS + 1:
             if tl.program_id(0) < num_ranges:
                 deal(rows, seq_lens, extend_lens, ranges, tl.program_id(0), batch, num_ranges, window,
-                     BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, DEAL_B, PARTS, ARRIVALS,
-                     PAGE)  # fmt: skip
+                     BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, DEAL_B, PARTS, PAGE)  # fmt: skip
         job = tl.where(b < batch, job, GROUPS + 1)  # the other jobs have fewer programs
     if prefix_lens is not None:
         if job == 0:

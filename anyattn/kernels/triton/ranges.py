@@ -14,8 +14,7 @@ __all__ = ["FEW_TILES", "FIELDS", "deal", "listed", "ranges_kernel"]
 
 FIELDS = 16
 """int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
-first column and length; from 8 on the request that begins here and ends in a later range, and its ranges;
-tiles of a full range. Behind all records, where decode merges: what arrived of that request, a program.
+first column and length; from 8 on the request that begins here and ends in a later range, and its ranges.
 """
 
 FEW_TILES = tl.constexpr(16)
@@ -102,7 +101,6 @@ def _part(
     tl.store(record + 6, length)
     tl.store(record + 8, b)
     tl.store(record + 9, tl.where((at == 0) & (pieces > 1), pieces, 0))
-    tl.store(record + 10, step)
 
 
 @triton.jit
@@ -172,7 +170,6 @@ def _range(
     crosses = (last_at >= begin) & (last_end > end) & (last_end < _FAR)
     tl.store(record + 8, last_b)
     tl.store(record + 9, tl.where(crosses, tl.cdiv(last_end, step) - r, 0))
-    tl.store(record + 10, step)
 
 
 @triton.jit
@@ -180,13 +177,9 @@ def deal(
     req_rows, first, second, ranges, r, batch, num_ranges, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
-    ARRIVALS: tl.constexpr, PAGE: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Range `r`: see `ranges_kernel`; `first`, `second`, PAGE: see `_listed`."""
-    if ARRIVALS > 0:
-        for at in tl.static_range(0, ARRIVALS, 16):
-            own = at + tl.arange(0, 16)
-            tl.store(ranges + num_ranges * 16 + r * ARRIVALS + own, 0, mask=own < ARRIVALS)
     if PARTS > 0:
         _part(req_rows, first, second, ranges, r, window,
               BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, PARTS, PAGE)  # fmt: skip
@@ -200,13 +193,12 @@ def ranges_kernel(
     req_rows, kv_start, kv_lens, ranges, batch, num_ranges, window,
     BLOCK_N: tl.constexpr, SUB: tl.constexpr, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, OWN: tl.constexpr, BLOCK_B: tl.constexpr, PARTS: tl.constexpr,
-    ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R,)`, a program a range; `ranges int32 [R, FIELDS]`.
 
     OWN (a batch of at most R and BLOCK_B requests): where it costs little, no range holds two requests.
     Not SPLIT: range r is request r. PARTS: every request is cut into so many ranges, those of request b
-    are b * PARTS and the next; 0: not so. ARRIVALS: numbers a range behind the records, to be zero.
+    are b * PARTS and the next; 0: not so.
     """
     deal(req_rows, kv_start, kv_lens, ranges, tl.program_id(0), batch, num_ranges, window,
-         BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, BLOCK_B, PARTS, ARRIVALS, 0)  # fmt: skip
+         BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, BLOCK_B, PARTS, 0)  # fmt: skip

@@ -71,7 +71,7 @@ def test_ranges_over_several_requests(window: int | None) -> None:
 
 @pytest.mark.parametrize(("lengths", "window"), [((300,), None), ((259,), 200), ((280, 290), None)])
 def test_equal_parts(lengths: tuple[int, ...], window: int | None) -> None:
-    """Requests that are sure to be about equally long: parts of each, merged by the last to end."""
+    """Requests that are sure to be about equally long: parts of each."""
     seen = []
     previous = set_hook(lambda kernel, grid, args, constexprs, options: bool(seen.append(constexprs)))
     try:
@@ -84,7 +84,7 @@ def test_equal_parts(lengths: tuple[int, ...], window: int | None) -> None:
         )  # fmt: skip
     finally:
         set_hook(previous)
-    assert any(constexprs.get("MERGED") and not constexprs["WALK"] for constexprs in seen)
+    assert any(constexprs.get("WALK") is False and constexprs["SPLIT"] for constexprs in seen)
 
 
 def test_groups_wider_than_a_program() -> None:

@@ -80,7 +80,7 @@ def test_the_same_records(seed: int) -> None:
         ranges, least, parts = rng.choice([1, 2, 7, 33, 64]), rng.choice([1, 2]), rng.choice([0, 0, 3])
         whole = not parts and rng.random() < 0.2
         number = count * parts if parts else count if whole else ranges
-        tiles.append(Decode(16, 4, 1, number, least, not whole, parts=parts, merged=rng.random() < 0.5))
+        tiles.append(Decode(16, 4, 1, number, least, not whole, parts=parts))
     compare(rng, lens, windows, tiles, page=rng.choice([1, 4, 16]))
 
 

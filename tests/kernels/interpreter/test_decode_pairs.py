@@ -127,8 +127,6 @@ def test_pools(page: int, layout: str, dtype: torch.dtype) -> None:
         Step(size=0.0),
         Step(heads=Heads(18, 1, 64, 64)),
         Step(lengths=(90, 85), tiles=dataclasses.replace(TILES, num_ranges=4, parts=2)),
-        Step(lengths=(90, 85), tiles=dataclasses.replace(TILES, num_ranges=4, parts=2, merged=True)),
-        Step(tiles=dataclasses.replace(TILES, merged=True)),
         Step(tiles=dataclasses.replace(TILES, num_ranges=4, split=False)),
     ],
     ids=lambda step: f"{step.window}-{step.cap}-{step.size}-{step.tiles.parts}-{step.tiles.split}",

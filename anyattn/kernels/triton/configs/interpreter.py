@@ -15,7 +15,6 @@ DECODE = (
         max_itemsize=4,
         wide=Tile(32, 4, 1),
         narrow=Tile(16, 4, 1),
-        merged=True,
         evidence="smallest that tl.dot takes",
     ),
 )

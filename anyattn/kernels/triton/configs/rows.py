@@ -29,7 +29,7 @@ class DecodeRow:
     with scattered keys alone, or instead of narrow equal parts too. `half`: 8-bit keys are read in pairs and
     multiplied as float16, made by an instruction of sm_89.
     `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
-    2 decode too. `merged`: decode itself merges equal parts (see `Decode`).
+    2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
 
@@ -45,7 +45,6 @@ class DecodeRow:
     walk_always: str = ""
     half: bool = False
     overlap: int = 0
-    merged: bool = False
     triton: tuple[str, ...] = ()
     evidence: str = ""
 
