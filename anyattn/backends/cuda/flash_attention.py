@@ -11,10 +11,11 @@ from anyattn.backends.cuda.flash_plan import FlashPlanner, FlashStep
 from anyattn.backends.cuda.flash_providers import load_flash
 from anyattn.backends.cuda.flash_tree import TreeTables, run_tree
 from anyattn.backends.cuda.fused_tables import offer_filler
+from anyattn.backends.cuda.fused_writes import FusedWrites
 from anyattn.catalog.architectures import SM90
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
-from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.contract import BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
@@ -52,7 +53,7 @@ class _Layer:
     cross: bool
 
 
-class FlashAttention(AttentionBackend):
+class FlashAttention(FusedWrites):
     """Paged attention through page tables in every mode, ragged where a step's keys are all arguments.
 
     Batch-invariant on request: one split, always through the pool. Explicit masks: see `flash_tree`.

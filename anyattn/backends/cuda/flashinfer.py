@@ -18,10 +18,10 @@ from anyattn.backends.cuda.flashinfer_lease import Wrappers
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, inner_backend, merge_fits, workspace_bytes
 from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner
 from anyattn.backends.cuda.fused_tables import offer_filler
-from anyattn.backends.cuda.fused_writes import offer_writer
+from anyattn.backends.cuda.fused_writes import FusedWrites
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
-from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.contract import BackendConfig
 from anyattn.core.groups import PlanGroup
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.kv.scales import KVScale
@@ -61,7 +61,7 @@ class _Layer:
         self.plain = self.sinks is None and all(scale is None for scale in scales)
 
 
-class FlashInfer(AttentionBackend):
+class FlashInfer(FusedWrites):
     """Paged decode and prefill; ragged prefill, merged with a cached prefix where no window crosses it.
 
     A *slot* is a plan group at one query head count: the fa2 template's tiles are cut for one group size.
@@ -90,7 +90,6 @@ class FlashInfer(AttentionBackend):
         self._strategies = self._offered()
         self._layers: dict[int, _Layer] = {}
         offer_filler(self.compiler, config.table)
-        self._writer = offer_writer(pool)
 
     def _offered(self) -> tuple[Strategy, ...]:
         """Ragged parts need keys as given = keys as stored, and a wrapper without sinks. The window rule of a
@@ -148,13 +147,6 @@ class FlashInfer(AttentionBackend):
         if plan.private is not None:
             for table, (window, bits) in plan.private.masks.items():
                 pack_mask(plan, table, window, bits)
-
-    def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """K and V in one launch, where there is a kernel for it."""
-        if self._writer is None or layer.spec.kv_shared_with is not None:
-            super().write_kv(layer, loc, k, v)
-        else:
-            self._writer(layer.layer_id, loc, k, v)
 
     # -- compute -------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from anyattn.backends.cuda.fused_tables import offer_filler
+from anyattn.backends.cuda.fused_writes import FusedWrites
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
-from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.contract import BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.groups import TableGroup
 from anyattn.core.kv.pools.mha import MHAPool
@@ -47,7 +48,7 @@ class _Step:
     maps: dict[_MapKey, torch.Tensor] = field(default_factory=dict)
 
 
-class HpcOps(AttentionBackend):
+class HpcOps(FusedWrites):
     """Decode by a task map (split KV by the lengths of the step), prefill over pages.
 
     A map holds the lengths of one step: each plan that is alive has maps of its own.

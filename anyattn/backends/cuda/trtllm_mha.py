@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anyattn.backends.cuda.fused_tables import offer_filler
+from anyattn.backends.cuda.fused_writes import FusedWrites
 from anyattn.backends.cuda.trtllm_layers import (
     LN2,
     Layer,
@@ -24,7 +25,7 @@ from anyattn.backends.cuda.trtllm_layers import (
 )
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
-from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.contract import BackendConfig
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.groups import TableGroup
 from anyattn.core.kv.pools.mha import MHAPool
@@ -50,7 +51,7 @@ class _Step:
     chain: torch.Tensor | None = None
 
 
-class TrtllmMHA(AttentionBackend):
+class TrtllmMHA(FusedWrites):
     """Block tables and lengths on the device; nothing of the library's own is planned."""
 
     def __init__(self, config: BackendConfig) -> None:

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from flash_stands import TOKENSPEED
 
 import anyattn
 from anyattn.backends.cuda import fused_writes
-from anyattn.backends.cuda.fused_writes import FusedWriter, offer_writer
+from anyattn.backends.cuda.fused_writes import FusedWriter, FusedWrites, offer_writer
 from anyattn.core.kv import MHAPool
+from anyattn.testing.emulators import emulating
+from benchmarks.direct import Shape, Stage
 
+CPU = torch.device("cpu")
 SPEC = anyattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=16)
 
 
@@ -44,3 +48,32 @@ def test_the_kernel_gets_the_layers_storage_and_scales(layout: str, monkeypatch:
     assert second.k.data_ptr() == pool.key_cache(1).data_ptr()
     assert second.v_scale.tolist() == [1.0, 2.0]
     assert (second.page, second.k_strides) == (4, (128, 32, 16) if layout == "NHD" else (128, 16, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("flashinfer", "cuda:sm90"),
+        ("fa3", TOKENSPEED),
+        ("fa4", "cuda:sm100"),
+        ("trtllm_mha", "cuda:sm100"),
+        ("hpc_ops", "cuda:sm90"),
+    ],
+)
+def test_vendors_without_a_writer_use_it(name: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call a layer in place of two copies by index; layers that share KV store nothing."""
+    with emulating(name, host):
+        stage = Stage(name, Shape(requests=2, length=70, layers=2, num_q=8, num_kv=1), CPU, host=host)
+        assert isinstance(stage.backend, FusedWrites)
+        given: list[int] = []
+
+        def write(layer: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            given.append(layer)
+            stage.pool.write(layer, loc, k, v)
+
+        monkeypatch.setattr(stage.backend, "_writer", write)
+        plan = stage.backend.init_forward_metadata(stage.batches[0])
+        with anyattn.forward_context(stage.backend, plan):
+            for layer in (0, 1):
+                stage.layers[layer](stage.q, stage.k, stage.v, stage.batches[0])
+    assert given == [0, 1]
