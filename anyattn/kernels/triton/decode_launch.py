@@ -26,7 +26,6 @@ __all__ = [
     "started_decode",
 ]
 
-_WARP = 128  # numbers of a row that a warp merges
 _FEW_B, _BLOCK_B = 64, 1024  # two kernels, not one for each size of a batch
 RANGES_CONSTEXPRS = ("BLOCK_N", "SUB", "HAS_WINDOW", "MIN_TILES", "SPLIT", "OWN", "BLOCK_B", "PARTS")
 """What a kernel that deals a step out is compiled for, in its order; see `ranges_kernel`."""
@@ -144,9 +143,8 @@ class _Layer:
         self.kind = (heads, tiles, write_lse, dtype)
         self.grid = tiles.num_ranges * decode_programs(heads)
         every = max(1, tiles.parts)
+        self.merge_grid = tiles.num_ranges // every * heads.num_q
         block_dv, has_sinks = max(16, power_of_two(heads.v_dim)), variant.sinks is not None
-        self.merge_warps, at_once = max(1, block_dv // _WARP), max(1, _WARP // block_dv)
-        self.merge_grid = tiles.num_ranges // every * -(-heads.num_q // at_once)
         self.fixed = Fixed(
             cache.k, cache.v, cache.slot_map, cache.k_scale, cache.v_scale,
             *cache.k_strides, *cache.v_strides, *cache.scale_strides,
@@ -164,7 +162,7 @@ class _Layer:
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {
-            "DV": heads.v_dim, "BLOCK_DV": block_dv, "HEADS": at_once, "HAS_SINKS": has_sinks,
+            "DV": heads.v_dim, "BLOCK_DV": block_dv, "BLOCK_S": 16, "HAS_SINKS": has_sinks,
             "WRITE_LSE": write_lse, "OVERLAP": tiles.overlap > 0, "EVERY": every,
         }  # fmt: skip
         self.started: dict[tuple[Any, ...], tuple[Started, Started | None] | None] = {}
@@ -283,8 +281,7 @@ def _launch(
         merge = launch(
             merge_ranges_kernel, (layer.merge_grid,),
             (out, lse, sinks, *strides[2:], heads.num_q),
-            layer.merge_constexprs, (merging,), num_warps=layer.merge_warps, num_stages=2,
-            **layer.merge_options,
+            layer.merge_constexprs, (merging,), num_warps=2, num_stages=2, **layer.merge_options,
         )  # fmt: skip
     if compiled is None:
         return None

@@ -58,69 +58,51 @@ def merge_kernel(
 
 
 @triton.jit
-def _merge(
-    b, row, pieces, heads, used, num_heads, out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
-):  # fmt: skip
-    """Request `b` for `heads [HEADS]` from its `pieces` rows, `row` and the next.
-
-    Rows are the first axis, and with a warp for 128 numbers of the other two a thread has all rows of those
-    it loads: it sums them in their order, and no thread waits for another.
-    """
-    offs_s = tl.arange(0, 16)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    m = tl.full([HEADS], float("-inf"), tl.float32)
-    den = tl.zeros([HEADS, BLOCK_DV], tl.float32)
-    acc = tl.zeros([HEADS, BLOCK_DV], tl.float32)
-    for s in range(0, pieces, 16):
-        place = (row + s + offs_s).to(tl.int64)[:, None] * num_heads + heads[None, :]
-        inside = (s + offs_s < pieces)[:, None] & used[None, :]
-        # Nothing is read twice: past the first-level cache.
-        part = tl.load(part_lse + place, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        tile = tl.load(
-            part_out + place[:, :, None] * DV + offs_dv[None, None, :],
-            mask=inside[:, :, None] & (offs_dv < DV)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_m = tl.maximum(m, tl.max(part, 0))
-        safe = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = tl.broadcast_to(tl.exp(part - safe[None, :])[:, :, None], tile.shape)
-        alpha = tl.exp(m - safe)[:, None]
-        den = den * alpha + tl.sum(weight, 0)
-        acc = acc * alpha + tl.sum(weight * tile, 0)
-        m = new_m
-    acc = acc / tl.where(den == 0.0, 1.0, den)
-    total = tl.max(den, 1)
-    natural = tl.where(total == 0.0, float("-inf"), m + tl.log(total))
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32)
-        acc, natural = apply_sink(acc, natural, sink)
-    o_ptr = out + b.to(tl.int64) * out_t + heads[:, None] * out_h + offs_dv[None, :]
-    tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=used[:, None] & (offs_dv < DV)[None, :])
-    if WRITE_LSE:
-        tl.store(lse + b * lse_t + heads, natural, mask=used)
-
-
-@triton.jit
 def merge_ranges_kernel(
     out, lse, sinks, out_t, out_h, lse_t, num_heads, ranges, part_out, part_lse,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, OVERLAP: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(R / EVERY * ceil(Hq / HEADS),)`: range r's programs merge the request that begins in it and ends
-    in a later one. EVERY: requests begin in every so manieth range alone.
+    """Grid `(R / EVERY * Hq,)`: range r's programs merge the request that begins in it and ends in a later
+    one. EVERY: requests begin in every so manieth range alone.
 
     `part_out [R + B, Hq, DV]` float32, `part_lse [R + B, Hq]` natural log, as `decode_kernel` writes them.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    blocks = tl.cdiv(num_heads, HEADS)
-    r = tl.program_id(0) // blocks * EVERY
+    r = tl.program_id(0) // num_heads * EVERY
+    head = tl.program_id(0) % num_heads
     b = tl.load(ranges + r * 16 + 8)
     pieces = tl.load(ranges + r * 16 + 9)
     if pieces > 0:
-        heads = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
-        _merge(
-            b, r + b, pieces, heads, heads < num_heads, num_heads, out, lse, sinks, part_out, part_lse,
-            out_t, out_h, lse_t, DV, BLOCK_DV, HEADS, HAS_SINKS, WRITE_LSE,
-        )  # fmt: skip
+        offs_s = tl.arange(0, BLOCK_S)
+        offs_dv = tl.arange(0, BLOCK_DV)
+        m = tl.full([1], float("-inf"), tl.float32)
+        den = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, BLOCK_DV], tl.float32)
+        for s in range(0, pieces, BLOCK_S):
+            row = (r + b + s + offs_s).to(tl.int64) * num_heads + head
+            inside = s + offs_s < pieces
+            part = tl.load(part_lse + row, mask=inside, other=float("-inf"))
+            tile = tl.load(
+                part_out + row[:, None] * DV + offs_dv[None, :],
+                mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0,
+            )  # fmt: skip
+            new_m = tl.maximum(m, tl.max(part, 0))
+            safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+            weight = tl.exp(part - safe)
+            alpha = tl.exp(m - safe)
+            den = den * alpha + tl.sum(weight, 0)
+            acc = acc * alpha[:, None] + tl.sum(weight[:, None] * tile, 0)[None, :]
+            m = new_m
+        acc = acc / tl.where(den == 0.0, 1.0, den)[:, None]
+        natural = tl.where(den == 0.0, float("-inf"), m + tl.log(den))
+        if HAS_SINKS:
+            acc, natural = apply_sink(
+                acc, natural, tl.load(sinks + head).to(tl.float32) + tl.zeros([1], tl.float32)
+            )
+        one = tl.arange(0, 1)
+        o_ptr = out + b.to(tl.int64) * out_t + head * out_h + one[:, None] + offs_dv[None, :]
+        tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=(offs_dv < DV)[None, :])
+        if WRITE_LSE:
+            tl.store(lse + b * lse_t + head + one, natural)

@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sink dropped where splits merge",
-        where="anyattn.kernels.triton.merge:_merge",
+        where="anyattn.kernels.triton.merge:merge_ranges_kernel",
         old="if HAS_SINKS:",
         new="if HAS_SINKS and num_heads < 1:",
         names=("sinks",),
