@@ -262,19 +262,27 @@ class Engine:
         return anyattn.ForwardBatch.mixed(rows, starts, lengths, slots, num_decode=len(step.decodes))
 
     def _list_pages(self, chunks: Sequence[Chunk]) -> None:
-        """Enter pages that a request got since its last step into its row of the request table."""
-        page = self.pool.page_size
+        """Enter pages that requests got since their last step into their rows of the request table.
+
+        In one copy that waits for nothing: the device may still compute the step before.
+        """
+        page, rows, columns, pages = self.pool.page_size, [], [], []
         for chunk in chunks:
             request = chunk.request
             if self.windows is not None:
                 self.windows.cover(request.pages, chunk.start, chunk.stop)
-            fresh = request.pages[request.listed :]
-            if fresh:
-                slots = (torch.tensor(fresh)[:, None] * page + torch.arange(page)).flatten()
-                start = request.listed * page
-                row = self.table.req_to_token[request.row]
-                row[start : start + slots.numel()] = slots.to(row)
-                request.listed = len(request.pages)
+            for index in range(request.listed, len(request.pages)):
+                rows.append(request.row)
+                columns.append(index * page)
+                pages.append(request.pages[index] * page)
+            request.listed = len(request.pages)
+        if rows:
+            table = self.table.req_to_token
+            entries = torch.tensor([rows, columns, pages]).to(table.device, non_blocking=True)
+            within = torch.arange(page, device=table.device)
+            table[entries[0, :, None], entries[1, :, None] + within] = (entries[2, :, None] + within).to(
+                table
+            )
 
 
 def _window_slots(model: Decoder, config: EngineConfig, page: int, chunk: int) -> dict[int, int]:
