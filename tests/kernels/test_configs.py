@@ -137,11 +137,9 @@ def test_long_wide_programs_of_other_head_sizes_keep_their_parts(dim: int) -> No
     assert choose_decode(16, 8, 131_072, dim, 2, "sm90", 132, even=True).num_ranges == 16
 
 
-def test_short_requests_are_cut_tile_by_tile() -> None:
-    """Their merge is one pass, and latency is all that they cost."""
-    for length, parts in ((1024, 8), (2048, 16), (300, 3), (128, 0)):
+def test_equal_parts_have_two_tiles_at_least() -> None:
+    for length, parts in ((1024, 4), (2048, 8), (300, 2), (256, 0), (128, 0)):
         assert choose_decode(1, 8, length, 128, 2, "sm90", 132, even=True).parts == parts
-    assert choose_decode(1, 2, 2176, 128, 2, "sm90", 132, even=True).parts == 9, "17 tiles"
 
 
 def test_many_requests_are_walked() -> None:

@@ -18,7 +18,9 @@ first column and length; from 8 on the request that begins here and ends in a la
 """
 
 FEW_TILES = tl.constexpr(16)
-"""Requests this short are cut tile by tile: their merges are one pass, and latency is all that they cost."""
+"""Where no request has more, ranges may have one alone: merges are one pass, and latency is all that they
+cost. Equal parts have `MIN_TILES` always.
+"""
 
 _FAR = tl.constexpr(0x7FFFFFFF)
 
@@ -88,7 +90,7 @@ def _part(
     b = r // PARTS
     start, length = _listed(first, second, b, True, window, SUB, HAS_WINDOW, PAGE)
     tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
-    step = tl.maximum(tl.cdiv(tiles, PARTS), tl.where(tiles > FEW_TILES, MIN_TILES, 1))
+    step = tl.maximum(tl.cdiv(tiles, PARTS), MIN_TILES)
     at = r % PARTS * step
     pieces = tl.cdiv(tiles, step)
     record = ranges + r * 16

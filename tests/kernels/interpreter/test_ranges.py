@@ -128,15 +128,14 @@ def test_a_window_skips_to_the_run_with_its_first_key() -> None:
 
 @pytest.mark.parametrize(("lens", "parts"), [([1000, 30, 0, 64, 500], 4), ([4000], 16), ([33], 8)])
 def test_equal_parts(lens: list[int], parts: int) -> None:
-    """Static splits: parts of two tiles or more but of short requests, in order, some of them empty."""
+    """Static splits: parts of two tiles or more, in order, some of them empty."""
     records, _ = dealt(lens, len(lens) * parts, min_tiles=2, parts=parts)
     found = walk([[*r[:3], int(r[2] > 0), *r[4:]] for r in records], lens)
     for b, length in enumerate(lens):
         own = records[b * parts : (b + 1) * parts]
         assert sum(record[2] for record in own) == tiles_of(length)
         assert {record[0] for record in own} == {b}
-        fewest = 2 if tiles_of(length) > 16 else 1
-        assert own[0][2] == max(-(-tiles_of(length) // parts), min(fewest, tiles_of(length)))
+        assert own[0][2] == min(max(-(-tiles_of(length) // parts), 2), tiles_of(length))
         assert [at for _, at, _ in found[b]] == sorted(at for _, at, _ in found[b])
         pieces = sum(record[2] > 0 for record in own)
         assert own[0][8:10] == [b, pieces if pieces > 1 else 0]

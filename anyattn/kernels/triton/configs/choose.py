@@ -14,7 +14,6 @@ import triton
 from anyattn.core.hashing import hashed_once
 from anyattn.kernels.triton.configs import amd, interpreter, nvidia
 from anyattn.kernels.triton.configs.rows import DecodeRow, ExtendRow, Tile
-from anyattn.kernels.triton.ranges import FEW_TILES
 
 __all__ = [
     "Decode",
@@ -175,8 +174,7 @@ def choose_decode(
     split = tiles > (1 if wide else MIN_TILES)
     ranges, parts = batch, 0
     if split and even:
-        fewest = MIN_TILES if tiles > FEW_TILES.value else 1
-        parts = min(max(1, slots // (batch * programs)), -(-tiles // fewest))
+        parts = min(max(1, slots // (batch * programs)), -(-tiles // MIN_TILES))
         ranges, split = batch * parts, parts > 1
     elif split:
         ranges = min(fitting_ranges(programs, slots), batch * tiles)
