@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from anyattn.core.capabilities import CapabilityRow, FormSpec, HeadDims, PageSizes, Phase, Provider
+from anyattn.core.capabilities import CapabilityRow, FormSpec, HeadDims, PageSizes, Phase, Proof, Provider
 
 __all__ = [
     "ANY_PAGE",
@@ -24,6 +26,7 @@ __all__ = [
     "TRITON",
     "VERIFY",
     "block_table",
+    "by_proof",
     "per_dtype",
     "square",
 ]
@@ -64,4 +67,16 @@ def per_dtype(
     """
     return tuple(
         CapabilityRow(dtypes=(dtype,), kv_dtypes=(dtype, *fp8) if same else fp8, **fields) for dtype in dtypes
+    )
+
+
+def by_proof(
+    row: CapabilityRow, known: Mapping[str, Proof], others: Proof = Proof.UNTESTED
+) -> tuple[CapabilityRow, ...]:
+    """One row for each way of proof among its chips: that of `known`, or `others`."""
+    proofs: dict[Proof, list[str]] = {}
+    for chip in row.architectures:
+        proofs.setdefault(known.get(chip, others), []).append(chip)
+    return tuple(
+        dataclasses.replace(row, architectures=tuple(chips), proof=proof) for proof, chips in proofs.items()
     )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from anyattn.catalog import cuda_flash, cuda_flashinfer, cuda_mha, cuda_mla
-from anyattn.core.capabilities import BackendRecord, ModelKind
+from anyattn.catalog.building import by_proof
+from anyattn.core.capabilities import BackendRecord, CapabilityRow, ModelKind, Proof
 
 __all__ = ["RECORDS"]
+
+
+def _on_hopper(*rows: CapabilityRow) -> tuple[CapabilityRow, ...]:
+    """Rows that the conformance kit has run on an H200, as far as they are of its architecture."""
+    return tuple(part for row in rows for part in by_proof(row, {"cuda:sm90": Proof.HARDWARE}))
+
 
 RECORDS = (
     BackendRecord(
         name="flashinfer",
         summary="FlashInfer's paged, ragged and MLA wrappers, planned on the host",
-        rows=(*cuda_flashinfer.DENSE_ROWS, *cuda_mla.FLASHINFER_MLA_ROWS),
+        rows=_on_hopper(*cuda_flashinfer.DENSE_ROWS, *cuda_mla.FLASHINFER_MLA_ROWS),
         targets={
             ModelKind.DENSE: "anyattn.backends.cuda.flashinfer:FlashInfer",
             ModelKind.MLA: "anyattn.backends.cuda.flashinfer_mla:FlashInferMLA",
@@ -38,7 +45,7 @@ RECORDS = (
     BackendRecord(
         name="flashmla",
         summary="FlashMLA's dense decode; the prefill beside it is another backend's",
-        rows=cuda_mla.FLASHMLA_ROWS,
+        rows=_on_hopper(*cuda_mla.FLASHMLA_ROWS),
         targets={ModelKind.MLA: "anyattn.backends.cuda.flashmla:FlashMLA"},
     ),
     BackendRecord(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from anyattn.catalog import architectures as arch
@@ -23,6 +21,7 @@ from anyattn.catalog.building import (
     TRITON,
     VERIFY,
     block_table,
+    by_proof,
     per_dtype,
     square,
 )
@@ -146,19 +145,7 @@ def _dense(chips: tuple[str, ...], fp8: tuple[str, ...]) -> tuple[CapabilityRow,
             rows += _triton(slow, fp8, dtypes, head_dims=_HEADS, degraded=_WIDE, **_DENSE)
             rows += _triton(slow, fp8, dtypes, head_dims=_NARROW, **_DENSE)
             rows += _triton(slow, fp8, dtypes, _ONE_PASS, head_dims=_NARROW, **_DENSE | _INVARIANT)
-    return tuple(part for row in rows for part in _by_proof(row))
-
-
-def _by_proof(
-    row: CapabilityRow, known: Mapping[str, Proof] = _PROOFS, others: Proof = Proof.UNTESTED
-) -> tuple[CapabilityRow, ...]:
-    """One row for each way of proof among its chips."""
-    proofs: dict[Proof, list[str]] = {}
-    for chip in row.architectures:
-        proofs.setdefault(known.get(chip, others), []).append(chip)
-    return tuple(
-        dataclasses.replace(row, architectures=tuple(chips), proof=proof) for proof, chips in proofs.items()
-    )
+    return tuple(part for row in rows for part in by_proof(row, _PROOFS))
 
 
 _TRITON_DENSE = tuple(row for chips, fp8 in _FP8 for row in _dense(chips, fp8))
@@ -181,7 +168,7 @@ _TRITON_MLA = tuple(
         source="own kernels: sglang-facts §3.1, §4.1 (SGLang's default on SM80 "
         "to SM89, SM120 and for most head counts on HIP); LDS budget: ROCm/aiter#5229",
     )
-    for part in _by_proof(row, {"cuda:sm90": Proof.HARDWARE}, Proof.INTERPRETER)
+    for part in by_proof(row, {"cuda:sm90": Proof.HARDWARE}, Proof.INTERPRETER)
 )
 
 # --- flex_attention --------------------------------------------------------------------------------

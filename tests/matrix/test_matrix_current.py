@@ -70,6 +70,22 @@ def test_what_the_catalog_calls_proven_on_a_chip_has_a_result() -> None:
     assert not wanting, f"record their results (anyattn matrix record): {sorted(set(wanting))}"
 
 
+def test_what_passed_on_a_chip_is_called_proven_in_the_catalog() -> None:
+    known = {record.name: record for record in records()}
+    cells = read_csv((ROOT / matrix.SUPPORT).read_text(encoding="utf-8"))
+    wanting = [
+        cell.key
+        for cell in cells
+        if cell.status == "passing" and cell.key[2] == "cuda"
+        if not any(
+            row.proof is Proof.HARDWARE
+            for row in known[cell.key[0]].rows
+            if f"cuda:{cell.key[3]}" in row.architectures and cell.key[1] in {k.value for k in row.kinds}
+        )
+    ]
+    assert not wanting, "anyattn/catalog still calls them untested"
+
+
 def test_results_name_commits_of_this_repository() -> None:
     commits = {result.commit for result in load_results(ROOT / matrix.RESULTS)}
     if not (ROOT / ".git").exists():
