@@ -37,6 +37,14 @@ def test_other_steps_are_extended(batch: int, new: int, context: int) -> None:
     assert chosen(batch, new, context) is None
 
 
+def test_programs_of_few_tiles_have_an_sm_alone() -> None:
+    """The bound of 8,208 keys is 16k."""
+    for context, slots in ((8192, 132), (16_384, 132), (32_768, 264)):
+        got = chosen(1, 16, context, even=True)
+        assert got is not None
+        assert slots - 8 < 8 * got.keys.num_ranges <= slots
+
+
 def test_a_graph_deals_ranges_out() -> None:
     got = chosen(16, 8)
     assert got is not None

@@ -21,9 +21,10 @@ __all__ = ["MASKED_ROWS", "Verify", "choose_verify", "verify_row"]
 
 MASKED_ROWS = 32
 """On sm_90, 64 rows by 64 cells spill, and leave room for one program an SM."""
-ALONE_TILES = 8
-"""Programs of fewer tiles are not halved: on an H200 one request of 8k tokens and 16 drafts took 19.8 us with
-one an SM, of 7.8 tiles, and 25.0 with two (FA3 19.5). From 31 tiles on two are faster."""
+ALONE_TILES = 16
+"""Programs of fewer tiles, by the bound of lengths, are not halved: on an H200 one request of 8k tokens and
+16 drafts (bound 16k) took 19.8 us with one an SM, 25.0 with two (FA3 19.5). From 31 tiles on two are faster.
+"""
 
 
 @hashed_once
@@ -74,8 +75,8 @@ def choose_verify(
     there are too many rows, or too few keys for a cut to pay.
 
     Args:
-        group: query heads of a KV head. max_kv_len: bound of KV lengths. dim: the larger head size.
-        itemsize: bytes of the wider of q and KV. units: SMs or CUs.
+        group: query heads of a KV head. max_kv_len: bound of KV lengths, a power of two.
+        dim: the larger head size. itemsize: bytes of the wider of q and KV. units: SMs or CUs.
         even: requests are about equally long: each is cut into as many parts as there is room for.
         masked: every column has cells of a mask, which take registers: blocks have at most `MASKED_ROWS`.
         kv_itemsize: bytes of a stored element.
