@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the portable extra isn't installed")
 from anyattn.catalog import architectures
 from anyattn.kernels.triton.configs import amd, choose_decode, choose_extend, interpreter, nvidia
 from anyattn.kernels.triton.configs.choose import (
+    EVEN_RUN,
     EVEN_TILES,
     MIN_TILES,
     decode_row,
@@ -119,15 +120,29 @@ def test_even_requests_have_as_many_parts_as_there_is_room_for(batch: int, longe
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100", "gfx942"])
-@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16])
-def test_long_wide_programs_have_ranges_even_so(arch: str, batch: int) -> None:
+@pytest.mark.parametrize("batch", [1, 2, 4, 8])
+def test_long_wide_parts_become_ranges(arch: str, batch: int) -> None:
     tile = decode_row(arch, 128, 2).wide.block_n
     longest = EVEN_TILES * 132 // (batch * 8) * tile
-    even = choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True)
-    assert even.parts or not even.split
-    longer = choose_decode(batch, 8, longest + 1, 128, 2, arch, 132, even=True)
+    assert choose_decode(batch, 8, longest, 128, 2, arch, 132, even=True).parts == 132 // (batch * 8)
+    longer = choose_decode(batch, 8, longest + 1, 128, 2, arch, 132, even=True, run=EVEN_RUN - 1)
     assert longer == choose_decode(batch, 8, longest + 1, 128, 2, arch, 132)
     assert (longer.parts, longer.split, longer.num_ranges) == (0, True, 132 // 8)
+
+
+@pytest.mark.parametrize("run", [EVEN_RUN, 128])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 8), (8, 8), (16, 1), (64, 1)])
+def test_long_parts_stay_equal_on_large_pages(batch: int, heads: int, run: int) -> None:
+    got = choose_decode(batch, heads, 131_072, 128, 2, "sm90", 132, even=True, run=run)
+    assert (got.parts, got.split) == (132 // (batch * heads), True)
+
+
+@pytest.mark.parametrize("run", [1, 16, 64])
+@pytest.mark.parametrize(("batch", "heads"), [(16, 8), (9, 8), (64, 2), (67, 1)])
+def test_requests_that_are_not_cut_stay_whole(batch: int, heads: int, run: int) -> None:
+    for longest in (4096, 131_072):
+        got = choose_decode(batch, heads, longest, 128, 2, "sm90", 132, even=True, run=run)
+        assert (got.parts, got.split, got.num_ranges) == (0, False, batch)
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -160,6 +175,9 @@ def test_8_bit_keys_have_tiles_of_their_own() -> None:
         fp8 = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=even, kv_itemsize=1)
         assert fp8.half
         assert (fp8.parts, fp8.num_ranges) == (0, 3 * 132 // 8)
+    for run, longest in itertools.product((16, 64), (8192, 131_072)):  # also where none would be cut
+        long = choose_decode(16, 8, longest, 128, 2, "sm90", 132, even=True, kv_itemsize=1, run=run)
+        assert (long.parts, long.num_ranges, long.block_n) == (0, 3 * 132 // 8, 64)
     one = choose_decode(1, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1)
     assert (one.parts, one.num_warps, one.overlap) == (132 // 8, 8, 2)
     assert not choose_decode(64, 8, 8192, 128, 2, "sm90", 132).half

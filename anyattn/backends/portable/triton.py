@@ -88,7 +88,7 @@ class TritonAttention(AttentionBackend):
             for group, num_q in config.groups.max_q_heads.items()
         }
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
-        self._chosen: dict[tuple[int, kernels.Heads, int, bool, bool, torch.dtype], Decode] = {}
+        self._chosen: dict[tuple[int, kernels.Heads, int, bool, bool, int, torch.dtype], Decode] = {}
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the live request table; new tokens are attended to as given, except in decode."""
@@ -159,13 +159,13 @@ class TritonAttention(AttentionBackend):
         dim = max(heads.dim, heads.v_dim)
         far = self.pool.num_pages * self.pool.page_size * heads.num_kv * dim >= 1 << 31
         even = not far and _even(batch, group, in_capture)
-        known = (requests, heads, bound, even, far, self.pool.kv_dtype)
+        known = (requests, heads, bound, even, far, run, self.pool.kv_dtype)
         tiles = self._chosen.get(known)
         if tiles is None:
             tiles = self._chosen[known] = choose_decode(
                 requests, kernels.decode_programs(heads), bound, dim, self._itemsize(),
                 self._arch, self._units, heads=heads.block, kv_itemsize=self.pool.kv_dtype.itemsize,
-                even=even, scattered=far or run == 1,
+                even=even, scattered=far or run == 1, run=run,
             )  # fmt: skip
         return tiles
 

@@ -121,6 +121,7 @@ def decode(shape: Shape, target: Target) -> None:
         heads=heads.block,
         kv_itemsize=cache.k.dtype.itemsize,
         even=rows == 1,
+        run=shape.page,
     )
     step = DecodeStep.of(
         empty(257, 32768), empty(rows, dtype=torch.int64), empty(rows), empty(rows),

@@ -35,9 +35,11 @@ GOOD_FILL = 0.9
 MANY_WAVES = 3
 """Programs that come and go cost more than ones that stay and walk."""
 EVEN_TILES = 8
-"""Wide programs of more tiles are dealt ranges, even where requests are equally long: on an H200 (D 128) that
-was 1 to 4 % faster from 8 x 8192 tokens of 8 KV heads on, equal before, and 3 to 9 % slower for 4 and 8 x
-1024."""
+"""Wide parts of more tiles become ranges, even where requests are equally long: on an H200 (D 128, page 16)
+that was 2 to 4 % faster for 8 x 8192 to 65536 tokens of 8 KV heads, equal before, and 3 to 9 % slower for 4
+and 8 x 1024. Requests that needn't be cut stay whole: 64 x 4096 of 2 KV heads took 4 % longer as ranges."""
+EVEN_RUN = 64
+"""Consecutive slots from which on long parts stay equal: 1 x 131072 on pages of 64 took 9 % longer in ranges."""
 OVERLAP_TILES = 8
 """Programs of more tiles have no use for an early start of what follows, which takes room beside them: on an
 H200, 64 x 8192 tokens of one KV head took 6 % longer with it, in parts of 32 tiles."""
@@ -147,6 +149,7 @@ def choose_decode(
     kv_itemsize: int = 2,
     even: bool = False,
     scattered: bool = False,
+    run: int = 1,
 ) -> Decode:
     """Tiles and ranges of a decode step.
 
@@ -156,6 +159,7 @@ def choose_decode(
         units: SMs or CUs. heads: query heads in one program. kv_itemsize: bytes of a stored element.
         even: requests are about equally long: each is cut into as many parts as there is room for.
         scattered: pages of few tokens, or offsets beyond 2^31: addresses cost more.
+        run: consecutive slots that a table entry stands for.
 
     As long as one program per unit holds every request whole, wide tiles; beyond, narrow ones with several
     programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps.
@@ -164,8 +168,8 @@ def choose_decode(
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
     even = even and (batch * programs < MANY_WAVES * slots or row.walk_always != "")
-    if wide and row.walk_always != "uneven":
-        even = even and batch * programs * -(-max_kv_len // tile.block_n) <= EVEN_TILES * slots
+    if wide and batch * programs * -(-max_kv_len // tile.block_n) > EVEN_TILES * slots:
+        even = even and not _ranges_even_so(row, slots // (batch * programs), run)
     walking = not even or (row.walk_always == "always" and not wide)
     if walking and row.walk is not None and (row.walk_always or scattered):
         tile, slots, wide = row.walk, row.walk_per_unit * units, False
@@ -184,6 +188,13 @@ def choose_decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
         parts if split else 0, row.half,
     )  # fmt: skip
+
+
+def _ranges_even_so(row: DecodeRow, parts: int, run: int) -> bool:
+    """Whether long wide `parts` of equal requests become ranges: always where those have tiles that were
+    measured instead, never where they have others that were not.
+    """
+    return row.walk_always == "always" or (row.walk_always == "" and parts > 1 and run < EVEN_RUN)
 
 
 def fitting_ranges(programs: int, slots: int) -> int:
