@@ -178,6 +178,8 @@ def test_8_bit_keys_have_tiles_of_their_own() -> None:
     for run, longest in itertools.product((16, 64), (8192, 131_072)):  # also where none would be cut
         long = choose_decode(16, 8, longest, 128, 2, "sm90", 132, even=True, kv_itemsize=1, run=run)
         assert (long.parts, long.num_ranges, long.block_n) == (0, 3 * 132 // 8, 64)
+    small = choose_decode(16, 8, 8192, 64, 2, "sm90", 132, even=True, kv_itemsize=1)
+    assert (small.parts, small.num_ranges, small.block_n, small.num_warps) == (0, 3 * 132 // 8, 128, 4)
     one = choose_decode(1, 8, 8192, 128, 2, "sm90", 132, even=True, kv_itemsize=1)
     assert (one.parts, one.num_warps, one.overlap) == (132 // 8, 8, 2)
     assert not choose_decode(64, 8, 8192, 128, 2, "sm90", 132).half
@@ -222,6 +224,13 @@ def test_more_rows_never_get_a_smaller_block() -> None:
     for arch, dim in itertools.product(CHIPS, HEAD_SIZES):
         blocks = [choose_extend(rows, dim, 2, arch).block_m for rows in ROWS]
         assert blocks == sorted(blocks)
+
+
+@pytest.mark.parametrize(("rows", "by_hand"), [(64, False), (65, True), (256, True), (257, True)])
+def test_the_kernel_by_hand_has_steps_of_more_rows_than_a_warpgroup(rows: int, by_hand: bool) -> None:
+    for dim in (64, 128):
+        assert (choose_extend(rows, dim, 2, "sm90").hopper is not None) == by_hand
+    assert choose_extend(rows, 128, 2, "sm100").hopper is None
 
 
 def test_the_cpu_is_the_interpreter() -> None:

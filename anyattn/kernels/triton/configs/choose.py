@@ -39,7 +39,7 @@ EVEN_TILES = 8
 that was 2 to 4 % faster for 8 x 8192 to 65536 tokens of 8 KV heads, equal before, and 3 to 9 % slower for 4
 and 8 x 1024. Requests that needn't be cut stay whole: 64 x 4096 of 2 KV heads took 4 % longer as ranges."""
 EVEN_RUN = 64
-"""Consecutive slots from which on long parts stay equal: 1 x 131072 on pages of 64 took 9 % longer in ranges."""
+"""Consecutive slots from which on long parts stay equal: ranges took 9 % longer there for 1 x 131072."""
 OVERLAP_TILES = 8
 """Programs of more tiles have no use for an early start of what follows, which takes room beside them: on an
 H200, 64 x 8192 tokens of one KV head took 6 % longer with it, in parts of 32 tiles."""

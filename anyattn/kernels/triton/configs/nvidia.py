@@ -33,15 +33,15 @@ _fp8 = partial(
     max_kv_itemsize=1,
     half=True,
     walk_always="always",
-    evidence="H200, 2026-11-30: the fastest of 8 to 13 tiles in 5 shapes of D 64 and 128; D 256: compiler "
-    "reports",
+    evidence="H200, 2026-11-30: the fastest of 8 to 13 tiles in 5 shapes of D 64 and 128 (D 64, 16 x 8k: "
+    "54.4 us, 63.9 in tiles of 64 with four programs an SM); D 256: compiler reports",
 )
 _extend = partial(ExtendRow, evidence=_COMPILED)
-_SHORT_BY_HAND: tuple[int, Tile] | None = None
-"""Of 65 to 256 query rows a request, by hand: `(128, Tile(128, 4, 2))`."""
+_SHORT_BY_HAND = (128, Tile(128, 4, 2))
+"""By hand, of 65 to 256 query rows a request, as of more."""
 
 DECODE = (
-    _fp8(max_dim=64, wide=Tile(256, 8, 4), narrow=Tile(64, 4, 4), walk=Tile(64, 4, 4), walk_per_unit=4),
+    _fp8(max_dim=64, wide=Tile(256, 8, 4), narrow=Tile(128, 4, 4), walk=Tile(128, 4, 4)),
     _fp8(max_dim=128, wide=Tile(128, 8, 4), narrow=Tile(64, 4, 4), walk=Tile(64, 4, 4), overlap=2),
     _fp8(max_dim=256, wide=Tile(64, 8, 4), narrow=Tile(32, 4, 4), walk=Tile(32, 4, 4)),
     _hopper(
@@ -90,8 +90,9 @@ EXTEND = (
         tile=Tile(64, 4, 3),
         tma=(64, Tile(64, 4, 3)),
         hopper=_SHORT_BY_HAND,
-        evidence="H200, 2026-11-29, 64 x (2k + 64) at page 16: 0.80 of FA3, by hand 0.72, which dealt "
-        "blocks out unevenly then",
+        evidence="H200, 2026-11-30, us by hand / by pointers / FA3: 64 x (2k + 64) page 16 271 / 399 / 284, "
+        "page 64 265 / 427 / 313; 128 x ~2.5k + 17: 420 / 577 / 387, page 64 395 / 531 / 371; "
+        "64 x (2k + 32): 161 / 218 / 179",
     ),
     _extend(
         architectures=_SM90,
