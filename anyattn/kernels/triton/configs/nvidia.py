@@ -34,7 +34,7 @@ _fp8 = partial(
     half=True,
     walk_always="always",
     evidence="H200, 2026-11-30: the fastest of 8 to 13 tiles in 5 shapes of D 64 and 128 (D 64, 16 x 8k: "
-    "54.4 us, 63.9 in tiles of 64 with four programs an SM); D 256: compiler reports",
+    "54.4 us alone; 63.9 in the benchmark in tiles of 64, four an SM); D 256: compiler reports",
 )
 _extend = partial(ExtendRow, evidence=_COMPILED)
 _SHORT_BY_HAND = (128, Tile(128, 4, 2))
