@@ -141,7 +141,7 @@ def load(path: str | Path) -> Document:
     """
     try:
         found: Document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         allowed = "what `anyattn bench --json FILE` wrote"
         raise ConfigError(
             "a bench result can't be read", asked=f"{path}: {error}", allowed=allowed, hint=_MEASURE

@@ -56,6 +56,8 @@ def _head(document: Mapping[str, Any]) -> None:
     _need("units", document.get("units") is None or isinstance(document["units"], int), document.get("units"))
     for name in _LIMITS if document["limits"] else ():
         _number(name, document["limits"][name], above_zero=True)
+    if document["limits"]:
+        _need("dtype", isinstance(document["limits"]["dtype"], str), document["limits"]["dtype"])
 
 
 def _number(name: str, value: Any, *, above_zero: bool = False) -> None:
@@ -65,8 +67,12 @@ def _number(name: str, value: Any, *, above_zero: bool = False) -> None:
 
 def _entry(entry: Mapping[str, Any]) -> None:
     _need("mode", entry["mode"] in _MODES, entry["mode"])
-    _need("name", isinstance(entry["cell"]["name"], str), entry["cell"]["name"])
+    for name in ("name", "workload"):
+        _need(name, isinstance(entry["cell"][name], str), entry["cell"][name])
+    _need("choice", isinstance(entry.get("choice"), str | None), entry.get("choice"))
     cell = Cell.from_json(dict(entry["cell"]))
+    for length in (*cell.prefixes, *cell.news):
+        _number("length", length)
     _need("batch", cell.batch > 0 and cell.work().bytes > 0, cell.batch)
     _need("step", cell.step in _STEPS, cell.step)
     _number("copies", entry["copies"])
@@ -74,7 +80,11 @@ def _entry(entry: Mapping[str, Any]) -> None:
     _all(entry["results"], ("name", "kind"))
     for result in entry["results"]:
         _need("kind", result["kind"] in _KINDS, result["kind"])
-        _number("median_s", result["median_s"], above_zero=True)
+        for name in ("median_s", "best_s", "rounds", "page"):
+            if name in result or name == "median_s":
+                _number(name, result[name], above_zero=True)
+        if "of_limit" in result:
+            _number("of_limit", result["of_limit"])
         for name in _RATES:
             _number(name, result[name])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,7 +54,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
     """The JSON that a command printed. Raises `ConfigError`."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(document, dict):
         raise _unreadable(path, f"a {type(document).__name__}")
@@ -74,18 +76,44 @@ def summarise(document: Mapping[str, Any], *, date: str, commit: str, note: str 
     Raises:
         ConfigError: a document of another kind, a date that isn't YYYY-MM-DD, a commit that isn't one.
     """
-    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date):
-        raise ConfigError("--date", asked=date, allowed="YYYY-MM-DD", hint="the day of the run, in UTC")
+    if not _is_past_day(date):
+        allowed = "YYYY-MM-DD, no day to come"
+        raise ConfigError("--date", asked=date, allowed=allowed, hint="the day of the run, in UTC")
     if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
         hint = "`git rev-parse HEAD` where it ran"
         raise ConfigError("--commit", asked=commit, allowed="7 to 40 hex digits", hint=hint)
     when = {"date": date, "commit": commit[:10], "note": note}
     try:
         if "configurations" in document:
-            return _compiled(document, when)
-        return (_latent(document, when) if document.get("kind") == "mla" else _dense(document, when),)
-    except (KeyError, TypeError, AttributeError) as error:
+            found = _compiled(document, when)
+        else:
+            found = (_latent(document, when) if document.get("kind") == "mla" else _dense(document, when),)
+        for result in found:
+            _check_counts(result)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unreadable(Path("the document"), f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def _is_past_day(date: str) -> bool:
+    """A day of the calendar, not behind today (a machine's clock may be a day ahead of ours)."""
+    try:
+        day = datetime.date.fromisoformat(date)
+    except ValueError:
+        return False
+    today = datetime.datetime.now(datetime.UTC).date()
+    return len(date) == len("YYYY-MM-DD") and day <= today + datetime.timedelta(days=1)
+
+
+def _check_counts(result: Result) -> None:
+    """Raises `ValueError` for a run in which nothing was judged, and for numbers that are none."""
+    for passed, failed in result.cells.values():
+        if not isinstance(passed, int) or passed < 0 or passed + failed == 0:
+            raise ValueError(f"{passed} passed, {failed} failed: nothing that was judged")
+    if result.worst_error is not None and not math.isfinite(result.worst_error):
+        raise ValueError(f"worst_error = {result.worst_error}")
+    if not all(isinstance(version, str) for version in result.versions.values()):
+        raise ValueError("versions that are no texts")
 
 
 def _dense(document: Mapping[str, Any], when: Mapping[str, str]) -> Result:

@@ -40,8 +40,9 @@ class _Layer:
     def __call__(self, x: torch.Tensor, tables: _Tables, batch: anyattn.ForwardBatch) -> torch.Tensor:
         """Residual stream `[T, hidden]` through this layer; `tables`: its rotary cos and sin."""
         spec = self.spec
-        heads = self.qkv(self._norm(x, self.before)).view(x.shape[0], -1, spec.head_dim)
         rotated = spec.num_q_heads + spec.num_kv_heads
+        every = rotated + spec.num_kv_heads
+        heads = self.qkv(self._norm(x, self.before)).view(x.shape[0], every, spec.head_dim)
         q, k, v = heads[:, : spec.num_q_heads], heads[:, spec.num_q_heads : rotated], heads[:, rotated:]
         q = Rotary.apply(self._norm(q, self.q_norm), *tables)
         k = Rotary.apply(self._norm(k, self.k_norm), *tables)

@@ -20,9 +20,9 @@ _DENSE = (
         architectures=_SM90,
         phase=Phase.PREFILL,
         order=("fa3", "triton", "flashinfer", "fa4", "hpc_ops", "flex_attention", "torch_native"),
-        evidence="H200, 32/8 heads, D 128, us: 8k prompts FA3 873, FlashInfer 919, Triton 963; 8 x 512 on 16k"
-        " cached FA3 1,991, Triton 1,794, FlashInfer 2,196; decode with a chunk of 2k FA3 608, Triton 584, "
-        "FlashInfer 1,534; over 10 prompts alone FlashInfer is within 4 % of FA3, ahead on short ones",
+        evidence="H200, 32/8 heads, D 128, us: 8k prompts FA3 857, Triton 890, FlashInfer 915; 8 x 512 on 16k"
+        " cached FA3 2,001, Triton 1,819, FlashInfer 2,153; decode with a chunk of 2k FA3 624, Triton 592, "
+        "FlashInfer 1,560; over 13 prompts alone all three are within 12 %, FA3 ahead on most",
         date="2026-11-30",
         library=_MEASURED,
     ),
@@ -39,9 +39,9 @@ _DENSE = (
             "fa4",
             "torch_native",
         ),
-        evidence="H200, us under graphs: 64 x 8k, 32/8 heads, D 128 Triton 479, FlashInfer 486, FA3 512; 256 "
-        "chat-like requests 628, 677, 682; one of 128k beside 31 of 1k 167, 932, 173; 64 x 2k, 4 drafts each "
-        "132, 619, 159; 64 x 8k of fp8 269, 414, 411",
+        evidence="H200, us under graphs: 64 x 8k, 32/8 heads, D 128 Triton 491, FlashInfer 498, FA3 520; 256 "
+        "chat-like requests 644, 694, 701; one of 128k beside 31 of 1k 168, 930, 172; 64 x 2k, 4 drafts each "
+        "134, 633, 162; 64 x 8k of fp8 266, 413, 417",
         date="2026-11-30",
         library=_MEASURED,
     ),

@@ -70,6 +70,14 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "no requests": lambda d: d["cells"][0]["cell"].update(batch=0),
     "a step that isn't": lambda d: d["cells"][0]["cell"].update(step="dance"),
     "a mode that isn't": lambda d: d["cells"][0].update(mode="dance"),
+    "limits without a dtype": lambda d: d["limits"].pop("dtype"),
+    "a workload that is a number": lambda d: d["cells"][0]["cell"].update(workload=3),
+    "a choice that is a list": lambda d: d["cells"][0].update(choice=[]),
+    "no end of tokens": lambda d: d["cells"][0]["cell"].update(prefix=float("inf")),
+    "a rate of text": lambda d: first(d).update(of_limit="x"),
+    "a best time below zero": lambda d: first(d).update(best_s=-1.0),
+    "no rounds": lambda d: first(d).update(rounds=-1),
+    "a page of text": lambda d: first(d).update(page="x"),
     "a dtype that isn't": lambda d: d["cells"][0]["cell"].update(dtype="float7"),
 }
 

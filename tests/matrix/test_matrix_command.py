@@ -14,9 +14,10 @@ from anyattn.catalog import records
 from anyattn.cli.main import main
 from anyattn.cli.matrix_results import Result, load_results, summarise
 from anyattn.cli.matrix_support import cells_of, lost_cells, read_csv, to_csv
+from anyattn.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-WHEN = ("--date", "2026-12-01", "--commit", "0123456789abcdef")
+WHEN = ("--date", "2026-11-28", "--commit", "0123456789abcdef")
 
 
 def document(
@@ -69,7 +70,7 @@ def test_a_result_becomes_a_cell(checkout: Path) -> None:
     assert (summary.cells, summary.skipped, summary.worst_error) == ({"cuda:sm90": (9, 0)}, 1, 2e-3)
     page = (checkout / "docs/support.md").read_text(encoding="utf-8")
     line = (
-        "`triton` dense, sm90: ran on it: 9 of 9 (2026-12-01, commit 0123456789; torch 2.14.1, triton 3.8.0)"
+        "`triton` dense, sm90: ran on it: 9 of 9 (2026-11-28, commit 0123456789; torch 2.14.1, triton 3.8.0)"
     )
     assert line in page
 
@@ -78,7 +79,7 @@ def test_a_lost_cell_is_written_with_a_reason_alone(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(checkout, document())
-    later = ("--date", "2026-12-02", "--commit", "fedcba9876")
+    later = ("--date", "2026-11-29", "--commit", "fedcba9876")
     assert record(checkout, document(failed=2), *later) == 1
     assert "triton dense cuda:sm90: passing -> failing" in capsys.readouterr().err
     assert status(checkout) == "passing"
@@ -125,7 +126,7 @@ def test_a_backend_that_goes_takes_its_cells_along_as_losses() -> None:
 )
 def test_words_follow_how_it_ran(how: str, target: str, expected: str) -> None:
     result = Result(
-        backend="triton", models="dense", how=how, cells={target: (3, 0)}, date="2026-12-01", commit="0123456"
+        backend="triton", models="dense", how=how, cells={target: (3, 0)}, date="2026-11-28", commit="0123456"
     )
     cells = {
         c.architecture: c
@@ -138,7 +139,7 @@ def test_words_follow_how_it_ran(how: str, target: str, expected: str) -> None:
 
 
 def test_a_failure_anywhere_outweighs_what_passed() -> None:
-    common = {"backend": "triton", "models": "dense", "date": "2026-12-01", "commit": "0123456"}
+    common = {"backend": "triton", "models": "dense", "date": "2026-11-28", "commit": "0123456"}
     results = [
         Result(how="native", cells={"cuda:sm90": (9, 0)}, **common),
         Result(how="compiled", cells={"cuda:sm90": (9, 1)}, **common),
@@ -148,11 +149,14 @@ def test_a_failure_anywhere_outweighs_what_passed() -> None:
     assert "compiled for it: 9 of 10" in cell.evidence
 
 
+LATENT: dict[str, object] = {
+    "backend": "flashmla", "kind": "mla", "target": "cuda:sm90", "cases": 8, "passed": 7, "left_out": 2,
+    "seconds": 1.0, "failed": [{"case": "x", "why": "y"}], "worst": {"bf16": 1e-3}, "emulated": True,
+}  # fmt: skip
+
+
 def test_other_documents() -> None:
-    counts = {"cases": 8, "passed": 7, "left_out": 2, "seconds": 1.0}
-    told = {"failed": [{"case": "x", "why": "y"}], "worst": {"bf16": 1e-3}, "emulated": True}
-    latent = {"backend": "flashmla", "kind": "mla", "target": "cuda:sm90", **counts, **told}
-    (summary,) = summarise(latent, date="2026-12-01", commit="0123456")
+    (summary,) = summarise(LATENT, date="2026-11-28", commit="0123456")
     assert (summary.models, summary.how, summary.cells) == ("mla", "emulated", {"cuda:sm90": (7, 1)})
     compiled = {
         "versions": {"triton": "3.7.1"},
@@ -163,13 +167,35 @@ def test_other_documents() -> None:
             {"entry": "mla-decode/576", "target": "sm_90", "ok": True},
         ],
     }
-    dense, mla = summarise(compiled, date="2026-12-01", commit="0123456")
+    dense, mla = summarise(compiled, date="2026-11-28", commit="0123456")
     assert dense.cells == {"cuda:sm90": (1, 1), "rocm:gfx942": (1, 0)}
     assert (mla.models, mla.cells) == ("mla", {"cuda:sm90": (1, 0)})
     assert dense.backend == "triton"
     own = {**compiled, "backend": "wave", "configurations": compiled["configurations"][2:3]}
-    (summary,) = summarise(own, date="2026-12-01", commit="0123456")
+    (summary,) = summarise(own, date="2026-11-28", commit="0123456")
     assert (summary.backend, summary.how, summary.cells) == ("wave", "compiled", {"rocm:gfx942": (1, 0)})
+
+
+@pytest.mark.parametrize("date", ["2026-13-45", "2999-01-01", "20261130", "yesterday"])
+def test_days_that_cannot_be(date: str) -> None:
+    with pytest.raises(ConfigError, match="--date"):
+        summarise(LATENT, date=date, commit="0123456")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cases": 0, "passed": 0, "failed": []},
+        {"passed": -1},
+        {"passed": "7"},
+        {"worst": {"bf16": float("nan")}},
+        {"versions": {"torch": 2}},
+    ],
+    ids=str,
+)
+def test_a_run_that_judged_nothing_is_no_result(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a result that can't be read"):
+        summarise(LATENT | change, date="2026-11-28", commit="0123456")
 
 
 @pytest.mark.parametrize(

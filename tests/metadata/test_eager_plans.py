@@ -176,6 +176,26 @@ def test_what_the_backend_says_does_not_serve_is_made_anew(steps: Steps) -> None
     assert asked[0][0].batch is not batch, "asked before anything was written"
 
 
+def test_plans_may_be_taken_by_another_thread_meanwhile(steps: Steps) -> None:
+    """While the backend is asked about one plan, somebody else takes another: both get their own."""
+    one, two = steps.plan(steps.batch(5)), steps.plan(steps.batch(6, 7))
+    del one, two
+    taken: list[Plan | None] = []
+
+    def serves(plan: Plan, batch: ForwardBatch) -> bool:
+        if not taken:
+            taken.append(None)
+            taken[0] = steps.eager.renewed(steps.batch(8), steps.checked.append, lambda plan, batch: True)
+        return True
+
+    steps.serves = serves
+    plan = steps.plan(steps.batch(7, 8))
+    assert taken[0] is not None
+    assert taken[0] is not plan
+    assert taken[0].seq_lens.tolist() == [8]
+    assert plan.seq_lens.tolist() == [7, 8]
+
+
 def test_a_refused_batch_changes_nothing(steps: Steps) -> None:
     steps.plan(steps.batch(5, 9))
     place = steps.eager._plans[0].plan.seq_lens.data_ptr()

@@ -3,7 +3,9 @@
 Making a plan is mostly allocating, so a few decode plans are remembered. One of them serves a batch of its
 shape where memory that was given back would be handed out again, too: nothing but this list holds the plan,
 its tables or its tensors (their views and other tensors on their memory included), and work goes to the
-stream that the plan was made on.
+stream that the plan was made on. What is not counted, and so may change: `vars(plan)` without the plan, parts
+of `plan.private` and `plan.uploaded`, which are the backend's own, and what refers weakly. It is the same
+object that comes back, with any attribute that a caller has set on it.
 """
 
 from __future__ import annotations
@@ -175,15 +177,16 @@ class EagerPlans:
     def _free(self, batch: ForwardBatch, serves: Callable[[Plan, ForwardBatch], bool]) -> _Kept | None:
         """Takes out a plan that nobody holds and that the batch fits, the one unused for longest."""
         stream, inference, fits = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fits
-        for at, kept in enumerate(self._plans):
-            if (
-                kept.stream == stream
-                and kept.inference is inference
-                and fits(kept.plan, batch)
-                and kept.is_free()
-                and serves(kept.plan, batch)
-            ):
-                return self._plans.pop(at)
+        for kept in tuple(self._plans):
+            if not (kept.stream == stream and kept.inference is inference and fits(kept.plan, batch)):
+                continue
+            try:  # taken out before it is looked at: another thread may plan at the same time
+                self._plans.remove(kept)
+            except ValueError:
+                continue
+            if kept.is_free() and serves(kept.plan, batch):
+                return kept
+            self._plans.append(kept)
         return None
 
     def _open(self, batch: ForwardBatch) -> bool:
