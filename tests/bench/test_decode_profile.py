@@ -50,7 +50,7 @@ def test_a_profile_leaves_the_engine_as_it_was() -> None:
     assert found.busy is None
     assert found.idle is None
     assert set(found.host) == {"schedule", "pages", "batch", "compute", "wait", "finish"}
-    assert 0 < found.host["compute"] < 2 * found.step
+    assert found.host["compute"] > 0
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
