@@ -211,6 +211,6 @@ class FlashAttention3(FlashAttention):
 
 
 class FlashAttention4(FlashAttention):
-    """`fa4`: flash-attn-4 or tokenspeed-fa4. Its calls are checked by emulation only."""
+    """`fa4`: flash-attn-4 or tokenspeed-fa4. Run in part on an H200 (docs/h200.md), elsewhere emulated."""
 
     version = 4
