@@ -32,6 +32,7 @@ class Case:
     layout: str = "NHD"
     mapped: bool = False
     programs: int = 3
+    few: int = 0
 
 
 def _tokens(case: Case, rng: Any) -> list[dict[str, np.ndarray]]:
@@ -130,7 +131,7 @@ def _run(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         rows, Descriptor(keys["k"], (box, 64)), Descriptor(keys["v"], (box, 64)),
         int32(keys["table"].reshape(-1)), int32(range(len(tokens))), int32(offsets),
         int32([cached for cached, _ in case.lengths]), int32(keys["starts"]),
-        Pointer(sinks), Pointer(out), Pointer(lse), len(tokens),
+        Pointer(sinks), Pointer(out), Pointer(lse), len(tokens), case.few,
         None if keys["map"] is None else int32(keys["map"]), one, one,
         heads * dim, dim, keys["k_h"], keys["k_h"], keys["page_rows"], keys["head_rows"], OUTSIDE,
         keys["table"].shape[1], heads * dim, dim, heads, 0, 0,
@@ -140,6 +141,9 @@ def _run(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     )  # fmt: skip
     want, want_lse = _reference(case, tokens, sinks)
     assert (out[q.size :] == UNTOUCHED).all()
+    for first, (_, new) in zip(offsets, case.lengths, strict=False):
+        if new <= case.few:  # another kernel's
+            want[first : first + new], want_lse[first : first + new] = UNTOUCHED, UNTOUCHED
     return out[: q.size].reshape(q.shape), lse[: len(q) * heads].reshape(len(q), heads), want, want_lse
 
 
@@ -167,6 +171,11 @@ _CASES = {
     "slot map": Case(lengths=_MIXED, mapped=True),
     "one program": Case(lengths=_MIXED, programs=1, kv_heads=2),
     "many requests": Case(lengths=tuple((i % 9, i * 7 % 5) for i in range(150)), programs=5),
+    "few left out": Case(lengths=(*_MIXED, (9, 2), (30, 6), (500, 1)), kv_heads=2, few=5),
+    "few of many left out": Case(
+        lengths=tuple((i % 9, i * 7 % 5) for i in range(150)), programs=5, few=2, group=7
+    ),
+    "all left out": Case(lengths=((9, 2), (30, 3)), few=3),
     "more programs than blocks": Case(lengths=((3, 4),), programs=4),
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from anyattn.backends.portable.triton_repeats import DecodeRepeats
-from anyattn.backends.portable.triton_verify import verify_step
+from anyattn.backends.portable.triton_verify import few_step, verify_step
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
@@ -27,10 +28,10 @@ from anyattn.errors import PoolError
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_of_two
-from anyattn.kernels.triton.decode_launch import DecodeStep, decode, fill_ranges, pieces
+from anyattn.kernels.triton.decode_launch import DecodeStep, decode, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.metadata_launch import FusedFiller
-from anyattn.kernels.triton.verify_launch import VerifyStep, verify
+from anyattn.kernels.triton.verify_launch import VerifyStep, fill_verify, verify
 
 __all__ = ["TritonAttention"]
 
@@ -46,7 +47,7 @@ class _Step:
     decode: dict[PlanGroup, DecodeStep] = field(default_factory=dict)
     extend: dict[PlanGroup, Extend] = field(default_factory=dict)
     verify: dict[PlanGroup, VerifyStep] = field(default_factory=dict)
-    """Instead of extend, where layers have these heads."""
+    """Instead of extend, where layers have these heads; of requests with few tokens alone, or of all."""
     fresh: bool = False
     """No request has cached tokens: k and v, which lie together, are all keys."""
     suits: tuple[int, list[bool]] | None = None
@@ -126,11 +127,14 @@ class TritonAttention(AttentionBackend):
     ) -> VerifyStep | None:
         if plan.key.mode is ForwardMode.DECODE:
             return None
-        return verify_step(
-            plan, group, heads, self.table.req_to_token, self.config.form.kernel_page,
-            itemsize=self._itemsize(), kv_itemsize=self.pool.kv_dtype.itemsize, arch=self._arch,
-            units=self._units, even=_even(plan.batch, group, in_capture),
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "itemsize": self._itemsize(), "kv_itemsize": self.pool.kv_dtype.itemsize, "arch": self._arch,
+            "units": self._units,
+        }  # fmt: skip
+        place = self.table.req_to_token, self.config.form.kernel_page
+        even = _even(plan.batch, group, in_capture)
+        made = verify_step(plan, group, heads, *place, even=even, **given)
+        return made or few_step(plan, group, heads, *place, **given)
 
     def _decode_step(
         self, plan: Plan, group: PlanGroup, heads: kernels.Heads, in_capture: bool
@@ -197,7 +201,7 @@ class TritonAttention(AttentionBackend):
         super().init_forward_metadata_in_graph(plan)
         if isinstance(plan.private, _Step):
             for few in plan.private.verify.values():
-                fill_ranges(few.dealt)
+                fill_verify(few)
 
     def _all_new(self, plan: Plan, in_capture: bool) -> bool:
         if self._invariant or in_capture or plan.key.mode is not ForwardMode.EXTEND:
@@ -240,9 +244,12 @@ class TritonAttention(AttentionBackend):
         direct = call.k is not None and not in_pool
         k, v = (call.k, call.v) if direct else (None, None)
         few = None if cross or self._invariant else plan.private.verify.get(call.group)
-        if few is not None and few.dealt.heads == own.heads and call.kind is AttentionKind.CAUSAL:
+        if few is not None and (few.dealt.heads != own.heads or call.kind is not AttentionKind.CAUSAL):
+            few = None
+        if few is not None:
             verify(call.q, k, v, own.cache, few, own.causal, call.out, call.lse)
-            return
+            if few.listed is None:
+                return
         pool_lens = None
         if table is not None and not (direct and (cross or fresh)):
             pool_lens = plan.encoder_lens if cross else plan.prefix_lens if direct else plan.seq_lens
@@ -257,6 +264,7 @@ class TritonAttention(AttentionBackend):
             mask_cells=None if cross else plan.mask_cells,
             mask_indptr=None if cross else plan.mask_indptr,
             key_offsets=_offsets(plan.encoder_lens) if cross and direct else None,
+            few=0 if few is None else few.tiles.max_new,
         )
         extend(
             call.q, k, v, own.cache, step, own.heads,

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from anyattn.core.batch import ForwardMode
 from anyattn.core.groups import PlanGroup, Space
 from anyattn.core.masks import TreeMaskMode, VerifyMask
-from anyattn.core.plan import Plan
+from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
 from anyattn.kernels.triton.attention import Heads
 from anyattn.kernels.triton.configs.choose import power_of_two
-from anyattn.kernels.triton.configs.choose_verify import choose_verify
+from anyattn.kernels.triton.configs.choose_verify import choose_few, choose_verify
 from anyattn.kernels.triton.verify_launch import ALL_COLUMNS, DRAFTS, NO_MASK, VerifyMasks, VerifyStep
 
-__all__ = ["verify_step"]
+__all__ = ["few_step", "verify_step"]
+
+FEW_SHARE = 0.3
+"""Of the tiles that row blocks of 128 walk through, those of requests with few rows, from which on they are
+another kernel's: it reads keys at the rate of memory, but nothing is multiplied meanwhile. Estimated.
+"""
+FEW_KEYS = 512
+"""Keys of such requests, times KV heads, a SM or CU: fewer aren't worth launches of their own. Estimated."""
+_BLOCK = 128  # query rows
 
 
 def verify_step(
@@ -26,17 +35,14 @@ def verify_step(
         source: request table. run: consecutive slots of a table entry. even: see `choose_verify`; the others
             as there. Everything else follows from the plan's shapes and bounds.
     """
-    table = plan.tables.get(group.table)
-    if table is None or group.table.space is Space.ENCODER or group.table.kind is AttentionKind.ENCODER_ONLY:
+    table = _table(plan, group)
+    if table is None:
         return None
-    longest, window = plan.max_kv_len, group.table.window
-    if window is not None:
-        longest = min(longest, window + plan.max_q_len + run)  # a trimmed table begins at a page
     masks = _masks(plan)
     tiles = choose_verify(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, max(1, plan.max_q_len),
-        power_of_two(longest), max(heads.dim, heads.v_dim), itemsize, arch, units, even=even,
-        masked=masks.kind == ALL_COLUMNS, kv_itemsize=kv_itemsize,
+        power_of_two(_longest(plan, group, run)), max(heads.dim, heads.v_dim), itemsize, arch, units,
+        even=even, masked=masks.kind == ALL_COLUMNS, kv_itemsize=kv_itemsize,
     )  # fmt: skip
     if tiles is None:
         return None
@@ -44,6 +50,64 @@ def verify_step(
         source, plan.req_pool_indices, table.kv_start, table.kv_lens, plan.query_offsets, plan.prefix_lens,
         run, heads, tiles, masks,
     )  # fmt: skip
+
+
+def few_step(
+    plan: Plan, group: PlanGroup, heads: Heads, source: torch.Tensor, run: int, *,
+    itemsize: int, kv_itemsize: int, arch: str, units: int,
+) -> VerifyStep | None:  # fmt: skip
+    """That of the requests with few query rows, where others have many and are extended; None where all are.
+
+    Which request is whose, both kernels see from the lengths on the device. Arguments: `verify_step`.
+    """
+    table, modes = _table(plan, group), (ForwardMode.MIXED, ForwardMode.EXTEND)
+    if table is None or plan.mask_cells is not None or plan.key.mode not in modes:
+        return None
+    tiles = choose_few(
+        max(1, plan.key.num_requests), heads.num_kv, heads.group, power_of_two(_longest(plan, group, run)),
+        max(heads.dim, heads.v_dim), itemsize, arch, units, kv_itemsize=kv_itemsize,
+    )  # fmt: skip
+    if tiles is None or not _worthwhile(plan, group, heads, tiles.max_new, units):
+        return None
+    return VerifyStep.of(
+        source, plan.req_pool_indices, table.kv_start, table.kv_lens, plan.query_offsets, plan.prefix_lens,
+        run, heads, tiles, _masks(plan), among=True,
+    )  # fmt: skip
+
+
+def _worthwhile(plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units: int) -> bool:
+    """The keys of requests with few rows are many, in themselves and of all that row blocks walk through."""
+    exact, window = plan.batch.exact, group.table.window
+    if plan.max_q_len <= max_new:
+        return False
+    if exact is None:  # a captured graph: contexts of either kind may have any length
+        few, others = plan.batch.num_decode, plan.key.num_tokens - plan.batch.num_decode
+        blocks = -(-others * heads.group // _BLOCK)
+        return few * heads.num_kv >= units and few >= FEW_SHARE * (few + blocks)
+    new = exact.extend_lens
+    few_rows = new <= max_new
+    if not bool(few_rows.any()):
+        return False
+    keys = exact.seq_lens if window is None else exact.seq_lens.clamp(max=window)
+    walked = keys * (-(-new * heads.group // _BLOCK))
+    few_keys, all_keys = int(walked[few_rows].sum()), int(walked.sum())
+    return few_keys * heads.num_kv >= FEW_KEYS * units and few_keys >= FEW_SHARE * all_keys
+
+
+def _table(plan: Plan, group: PlanGroup) -> Table | None:
+    """The table of a group whose keys may be cut."""
+    space, kind = group.table.space, group.table.kind
+    if space is Space.ENCODER or kind is AttentionKind.ENCODER_ONLY:
+        return None
+    return plan.tables.get(group.table)
+
+
+def _longest(plan: Plan, group: PlanGroup, run: int) -> int:
+    """Bound of the keys that a table lists of a request."""
+    window = group.table.window
+    if window is None:
+        return plan.max_kv_len
+    return min(plan.max_kv_len, window + plan.max_q_len + run)  # a trimmed table begins at a page
 
 
 def _masks(plan: Plan) -> VerifyMasks:

@@ -76,10 +76,10 @@ def softmax_rows(qk, v, m, den, acc, scale):
 
 
 # Batches come in any size: one kernel for all, whatever divides their numbers.
-@triton.jit(do_not_specialize=["num_requests", "num_blocks"])
+@triton.jit(do_not_specialize=["num_requests", "num_blocks", "few"])
 def extend_kernel(
     q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse,
-    num_requests, num_blocks, key_offsets, pool_lens, positions, cells, mask_indptr,
+    num_requests, num_blocks, few, key_offsets, pool_lens, positions, cells, mask_indptr,
     k_cache, v_cache, slot_map, k_scale, v_scale,
     q_t, q_h, k_t, k_h, v_t, v_h, k_page, k_row, k_head, v_page, v_row, v_head, source_row,
     out_t, out_h, lse_t, k_scale_h, v_scale_h, scale, cap, window, num_heads,
@@ -98,6 +98,7 @@ def extend_kernel(
     `key_offsets[b] ..` of k and v. `TOKENS = BLOCK_M // PACK` tokens a block; `num_blocks >= T // TOKENS +
     B`. ALIKE: K and V of the pool have the same strides. ANCHOR begins tiles at multiples of BLOCK_N from
     position 0, so that a row's reduction order doesn't depend on where its table or its step begins.
+    Requests of up to `few` new tokens are left to another kernel.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     # Without a mask, a caller's positions in a window or a window ahead, a row sees one range of columns.
@@ -109,7 +110,7 @@ def extend_kernel(
     offset = tl.load(query_offsets + b)
     extend = tl.load(query_offsets + b + 1) - offset
     t0 = (block - (offset // TOKENS + b)) * TOKENS
-    if t0 >= extend:
+    if (t0 >= extend) | (extend <= few):
         return
 
     rows = tl.arange(0, BLOCK_M)

@@ -106,7 +106,7 @@ def _steps(first, until, top, step, q_smem, k_smem, v_smem, k_full, k_empty, v_f
 
 @gluon.jit
 def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t,
-             k_scale_h, v_scale_h, scale, cap, window, num_requests, num_heads,
+             k_scale_h, v_scale_h, scale, cap, window, num_requests, few, num_heads,
              q_all, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
              PART: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
@@ -120,12 +120,12 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
     ZERO_ROWS: gl.constexpr = 4096 // D
     step = 0
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
             _b, head_id, offset, t0, extend, prefix, low, end, tiles = row_block(
-                item, num_items, query_offsets, prefix_lens, num_requests, num_heads, window,
+                item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
                 TOKENS, BLOCK_N, HAS_WINDOW,
             )  # fmt: skip
             kv_head = (head_id * PACK) // GROUP
@@ -238,10 +238,10 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
 
 
 # Batches come in any size: one kernel for all, whatever divides their number.
-@gluon.jit(do_not_specialize=["num_requests"])
+@gluon.jit(do_not_specialize=["num_requests", "few"])
 def extend_hopper_kernel(
     q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse, num_requests,
-    slot_map, k_scale, v_scale, q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h,
+    few, slot_map, k_scale, v_scale, q_t, q_h, k_h, v_h, page_rows, head_rows, none, source_row, out_t, out_h,
     lse_t, k_scale_h, v_scale_h, scale, cap, window, num_heads,
     PAGE: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
@@ -290,31 +290,31 @@ def extend_hopper_kernel(
         [
             (_compute, (
                 out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
-                v_scale_h, scale, cap, window, num_requests, num_heads,
+                v_scale_h, scale, cap, window, num_requests, few, num_heads,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 0, GROUP, PACK, D, BLOCK_N, STAGES, SETS, PAGED, HAS_WINDOW, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (_compute, (
                 out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_t, out_h, lse_t, k_scale_h,
-                v_scale_h, scale, cap, window, num_requests, num_heads,
+                v_scale_h, scale, cap, window, num_requests, few, num_heads,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 1, GROUP, PACK, D, BLOCK_N, STAGES, SETS, PAGED, HAS_WINDOW, HAS_CAP, HAS_SINKS, WRITE_LSE,
             )),
             (fetch, (
                 q, k, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, source_row, k_h,
-                page_rows, head_rows, none, num_requests, num_heads, window,
+                page_rows, head_rows, none, num_requests, few, num_heads, window,
                 q_parts, k_boxes, q_full, q_empty, k_full, k_empty,
                 WHOLE, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES, SETS, HAS_WINDOW,
             )),
             (fetch, (
                 q, v, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, source_row, v_h,
-                page_rows, head_rows, none, num_requests, num_heads, window,
+                page_rows, head_rows, none, num_requests, few, num_heads, window,
                 q_parts, v_boxes, q_full, q_empty, v_full, v_empty,
                 False, GROUP, PACK, PAGED, PAGE, BLOCK_N, BOX, HALVES, STAGES, SETS, HAS_WINDOW,
             )),
             (fetch_rows, (
-                q, q_t, q_h, query_offsets, prefix_lens, num_requests, num_heads, q_parts, q_full, q_empty,
-                PACK, HALVES, SETS,
+                q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_heads, q_parts, q_full,
+                q_empty, PACK, HALVES, SETS,
             )),
         ],
         [4, 1, 1, 1],

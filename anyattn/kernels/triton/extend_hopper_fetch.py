@@ -28,29 +28,30 @@ def _sum_of(a, b):
 
 
 @gluon.jit
-def _blocks_from(first, query_offsets, num_requests, TOKENS: gl.constexpr):
-    """Row blocks of each of 64 requests; every warp has them all."""
+def _blocks_from(first, query_offsets, num_requests, few, TOKENS: gl.constexpr):
+    """Row blocks of each of 64 requests, none of those of up to `few` tokens; every warp has them all."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     request = first + gl.arange(0, 64, layout=LAYOUT)
     there = request < num_requests
     begin = gl.load(query_offsets + request, mask=there, other=0)
     end = gl.load(query_offsets + request + 1, mask=there, other=0)
-    return (end - begin + TOKENS - 1) // TOKENS
+    blocks = (end - begin + TOKENS - 1) // TOKENS
+    return gl.where(end - begin > few, blocks, 0)
 
 
 @gluon.jit
-def count_blocks(query_offsets, num_requests, TOKENS: gl.constexpr):
+def count_blocks(query_offsets, num_requests, few, TOKENS: gl.constexpr):
     """Row blocks of a step. Only those that have rows are dealt out: where requests of 64 tokens end within
     blocks of 32 that begin anywhere, programs got six items or twelve.
     """
     count = 0
     for first in range(0, num_requests, 64):
-        count += gl.sum(_blocks_from(first, query_offsets, num_requests, TOKENS), 0)
+        count += gl.sum(_blocks_from(first, query_offsets, num_requests, few, TOKENS), 0)
     return count
 
 
 @gluon.jit
-def row_block(item, num_items, query_offsets, prefix_lens, num_requests, num_heads, window,
+def row_block(item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
            TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr):  # fmt: skip
     """`(request, head block, first row, first token, tokens, prefix, first tile, last key + 1, tiles)` of an
     item.
@@ -62,7 +63,7 @@ def row_block(item, num_items, query_offsets, prefix_lens, num_requests, num_hea
     first = 0
     while first < num_requests:
         until = before + gl.associative_scan(
-            _blocks_from(first, query_offsets, num_requests, TOKENS), 0, _sum_of
+            _blocks_from(first, query_offsets, num_requests, few, TOKENS), 0, _sum_of
         )
         passed = until <= block
         skipped = gl.sum(passed.to(gl.int32), 0)
@@ -135,7 +136,7 @@ def _fetch_queries(q, boxes, full, empty, begun, token, head,
 
 @gluon.jit
 def fetch(q, matrix, source, slot_map, req_rows, query_offsets, prefix_lens, kv_start, source_row,
-          head_columns, page_rows, head_rows, none, num_requests, num_heads, window,
+          head_columns, page_rows, head_rows, none, num_requests, few, num_heads, window,
           q_boxes, boxes, q_full, q_empty, full, empty,
           QUERIES: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, PAGED: gl.constexpr,
           PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr,
@@ -147,12 +148,12 @@ def fetch(q, matrix, source, slot_map, req_rows, query_offsets, prefix_lens, kv_
     BYTES: gl.constexpr = BLOCK_N * HALVES * 128
     step = 0
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
             b, head_id, offset, t0, _extend, _prefix, low, end, tiles = row_block(
-                item, num_items, query_offsets, prefix_lens, num_requests, num_heads, window,
+                item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
                 TOKENS, BLOCK_N, HAS_WINDOW,
             )  # fmt: skip
             if QUERIES:
@@ -178,32 +179,33 @@ def fetch(q, matrix, source, slot_map, req_rows, query_offsets, prefix_lens, kv_
 
 
 @gluon.jit
-def fetch_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, num_heads, pieces, full, empty,
+def fetch_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_heads, pieces, full, empty,
                PACK: gl.constexpr, HALVES: gl.constexpr, SETS: gl.constexpr):  # fmt: skip
     """One warp's work: queries of groups whose rows are no box, and none of others."""
     if 64 % PACK != 0:
         _all_rows(
-            q, q_t, q_h, query_offsets, prefix_lens, num_requests, num_heads, pieces, full, empty,
+            q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_heads, pieces, full, empty,
             PACK, HALVES, SETS,
         )  # fmt: skip
 
 
 @gluon.jit
-def _all_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, num_heads, pieces, full, empty,
+def _all_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_heads, pieces, full, empty,
               PACK: gl.constexpr, HALVES: gl.constexpr, SETS: gl.constexpr):  # fmt: skip
     """A group of 7: nine tokens are 63 rows, in `pieces` of eight. What lies behind them is left as it is."""
     ROWS: gl.constexpr = 64 // PACK
     TOKENS: gl.constexpr = 2 * ROWS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
     columns = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
             _b, head_id, offset, t0, extend, _prefix, _low, _end, _tiles = row_block(
-                item, num_items, query_offsets, prefix_lens, num_requests, num_heads, 0, TOKENS, 64, False
-            )
+                item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, 0,
+                TOKENS, 64, False,
+            )  # fmt: skip
             at = begun % SETS
             mbarrier.wait(empty.index(at), (begun // SETS) % 2 ^ 1)
             for piece in range(16):

@@ -34,7 +34,8 @@ MIN_ROWS = 48
 class ExtendStep:
     """The parts of a plan that extend reads; `pool_lens` None = nothing is read from the pool.
 
-    `key_offsets int32 [B + 1]`: rows of k and v per request, where they aren't `query_offsets`.
+    `key_offsets int32 [B + 1]`: rows of k and v per request, where they aren't `query_offsets`. `few`:
+    requests of up to so many new tokens are another kernel's.
     """
 
     source: torch.Tensor | None
@@ -47,6 +48,7 @@ class ExtendStep:
     mask_cells: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
+    few: int = 0
 
 
 def extend(
@@ -99,6 +101,7 @@ def extend(
             offsets if cells is None else cells.view(torch.uint8) if cells.dtype is torch.bool else cells,
             offsets if step.mask_indptr is None else step.mask_indptr,
         ),
+        step.few,
     )  # fmt: skip
 
 

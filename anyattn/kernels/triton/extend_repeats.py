@@ -42,17 +42,17 @@ class Way:
 
     def start(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, step: tuple[torch.Tensor, ...],
-        more: tuple[torch.Tensor, ...],
+        more: tuple[torch.Tensor, ...], few: int = 0,
     ) -> None:  # fmt: skip
         """`step`: the request table, rows into it, offsets, prefixes, starts, sinks, out, LSE. `more`: what
-        the pointer kernel reads beyond that, () for others.
+        the pointer kernel reads beyond that, () for others. `few`: see `ExtendStep`.
         """
         batch, device = step[1].shape[0], direct_device()
         blocks = q.shape[0] // self.tokens + batch
         grid = blocks * self.heads
-        numbers: tuple[int, ...] = (batch, blocks)
+        numbers: tuple[int, ...] = (batch, blocks, few)
         if self.most:
-            grid, numbers = min(grid, self.most), (batch,)
+            grid, numbers = min(grid, self.most), (batch, few)
         if device < 0:
             self._launch(grid, q, k, v, (*step, *numbers, *more))
             return

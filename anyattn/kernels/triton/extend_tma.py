@@ -63,10 +63,10 @@ def _tiles(
 
 
 # Batches come in any size: one kernel for all, whatever divides their numbers.
-@triton.jit(do_not_specialize=["num_requests", "num_blocks"])
+@triton.jit(do_not_specialize=["num_requests", "num_blocks", "few"])
 def extend_tma_kernel(
     q, k, v, source, req_rows, query_offsets, prefix_lens, kv_start, sinks, out, lse,
-    num_requests, num_blocks, slot_map, k_scale, v_scale,
+    num_requests, num_blocks, few, slot_map, k_scale, v_scale,
     q_t, q_h, k_h, v_h, page_rows, head_rows, source_row, out_t, out_h, lse_t, k_scale_h, v_scale_h,
     scale, cap, window, num_heads,
     PAGE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -77,7 +77,7 @@ def extend_tma_kernel(
 
     PAGED: slot s of head h is row `s // PAGE * page_rows + s % PAGE + h * head_rows`, element `h * k_h` of
     it; a tile begins at a multiple of BLOCK_N of the table's columns and lies in one page. Else requests
-    have no cached tokens, and token t is row t. D and Dv are powers of two.
+    have no cached tokens, and token t is row t. D and Dv are powers of two. `few`: as there.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACK
     pid = tl.program_id(0)
@@ -87,7 +87,7 @@ def extend_tma_kernel(
     offset = tl.load(query_offsets + b)
     extend = tl.load(query_offsets + b + 1) - offset
     t0 = (block - (offset // TOKENS + b)) * TOKENS
-    if t0 >= extend:
+    if (t0 >= extend) | (extend <= few):
         return
 
     rows = tl.arange(0, BLOCK_M)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FEW_TILES", "FIELDS", "deal", "listed", "ranges_kernel"]
+__all__ = ["FEW_TILES", "FIELDS", "deal", "few_keys_kernel", "listed", "ranges_kernel"]
 
 FIELDS = 16
 """int32 of a range's record: first request, first tile in it, tiles, requests, then the first request's row,
@@ -204,3 +204,15 @@ def ranges_kernel(
     """
     deal(req_rows, kv_start, kv_lens, ranges, tl.program_id(0), batch, num_ranges, window,
          BLOCK_N, SUB, HAS_WINDOW, MIN_TILES, SPLIT, OWN, BLOCK_B, PARTS, 0)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("batch", "max_new"))
+def few_keys_kernel(query_offsets, kv_lens, few_lens, batch, max_new, BLOCK: tl.constexpr):
+    """Grid `(cdiv(B, BLOCK),)`: `few_lens int32 [B]`, keys of requests with `max_new` tokens at most, of
+    others none."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = b < batch
+    begin = tl.load(query_offsets + b, mask=live, other=0)
+    end = tl.load(query_offsets + b + 1, mask=live, other=0)
+    keys = tl.load(kv_lens + b, mask=live, other=0)
+    tl.store(few_lens + b, tl.where(end - begin > max_new, 0, keys), mask=live)

@@ -20,6 +20,14 @@ NO_MASK, ALL_COLUMNS, DRAFTS = 0, 1, 2
 
 
 @triton.jit
+def _own_tokens(query_offsets, b, max_new):
+    """First query row of request `b`, and its tokens: none where it has more, which are another kernel's."""
+    offset = tl.load(query_offsets + b)
+    count = tl.load(query_offsets + b + 1) - offset
+    return offset, tl.where(count > max_new, 0, count)
+
+
+@triton.jit
 def _seen(
     column, live, token, prefix, seq_len, q_pos, window, cells, positions,
     MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
@@ -64,8 +72,7 @@ def _piece(
     HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Rows from `row0` on of request `b`, against its tiles `at` to `stop`: to `out` or to its pieces."""
-    offset = tl.load(query_offsets + b)
-    extend = tl.minimum(tl.load(query_offsets + b + 1) - offset, max_new)
+    offset, extend = _own_tokens(query_offsets, b, max_new)
     prefix = tl.load(prefix_lens + b)
     if row0 < extend * GROUP:
         rows = row0 + tl.arange(0, BLOCK_M)
@@ -244,12 +251,12 @@ def verify_kernel(
     """Grid `(R * row_blocks * Hkv,)`, heads fastest: they read neighbouring memory at the same time.
 
     `ranges int32 [R, FIELDS]`: see `ranges_kernel`; a request has `max_new` tokens at most, whose rows are
-    `row_blocks` blocks of BLOCK_M. What one range holds is written to `out`, with its sink; a piece of what
-    several hold to row `range + request` of `part_out [R + B, Hkv, max_new * GROUP, DV]` and
-    `part_lse [R + B, Hkv, max_new * GROUP]`, natural log, without sinks. WALK: a range may hold several
-    requests. DIRECT: new tokens are rows of k and v, and the pool is read up to them. POSITIONS: those of
-    the caller, for windows. HALF: stored 8-bit keys are multiplied as float16, which the chip makes of them
-    in one instruction; a query row is brought to [-1, 1] for it. OVERLAP: as in `decode_kernel`.
+    `row_blocks` blocks of BLOCK_M, or nothing is done for it. What one range holds is written to `out`, with
+    its sink; a piece of what several hold to row `range + request` of `part_out [R + B, Hkv, max_new *
+    GROUP, DV]` and `part_lse [R + B, Hkv, max_new * GROUP]`, natural log, without sinks. WALK: a range may
+    hold several requests. DIRECT: new tokens are rows of k and v, and the pool is read up to them. POSITIONS:
+    those of the caller, for windows. HALF: stored 8-bit keys are multiplied as float16, which the chip makes
+    of them in one instruction; a query row is brought to [-1, 1] for it. OVERLAP: as in `decode_kernel`.
     """
     if OVERLAP > 1:
         tl.extra.cuda.gdc_wait()
@@ -318,9 +325,9 @@ def merge_verify_kernel(
     pieces = tl.load(ranges + r * 16 + 9)
     if pieces > 0:
         at = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-        offset = tl.load(query_offsets + b)
+        offset, extend = _own_tokens(query_offsets, b, max_new)
         token = at % (max_new * GROUP) // GROUP
-        used = (at < rows) & (token < tl.load(query_offsets + b + 1) - offset)
+        used = (at < rows) & (token < extend)
         heads = at // (max_new * GROUP) * GROUP + at % GROUP
         offs_dv = tl.arange(0, BLOCK_DV)
         acc, natural = _merged(part_out, part_lse, r + b, pieces, rows, at, used, DV, BLOCK_DV, ROWS)

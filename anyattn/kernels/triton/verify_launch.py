@@ -11,13 +11,14 @@ import torch
 from anyattn.kernels.triton.attention import Cache, Heads, Variant, sub_page, upcast
 from anyattn.kernels.triton.configs.choose import power_of_two
 from anyattn.kernels.triton.configs.choose_verify import Verify
-from anyattn.kernels.triton.decode_launch import DecodeStep, Pieces
+from anyattn.kernels.triton.decode_launch import DecodeStep, Pieces, fill_ranges
 from anyattn.kernels.triton.launch import Fixed, Started, direct_device, launch
-from anyattn.kernels.triton.ranges import FIELDS
+from anyattn.kernels.triton.ranges import FIELDS, few_keys_kernel
 from anyattn.kernels.triton.verify import ALL_COLUMNS, DRAFTS, NO_MASK, merge_verify_kernel, verify_kernel
 
-__all__ = ["ALL_COLUMNS", "DRAFTS", "NO_MASK", "VerifyMasks", "VerifyStep", "verify"]
+__all__ = ["ALL_COLUMNS", "DRAFTS", "NO_MASK", "VerifyMasks", "VerifyStep", "fill_verify", "verify"]
 
+_FEW_BLOCK = 256
 _MERGED_ELEMENTS = 512
 """Of a piece that a program of the merge holds, 16 pieces at once: 64 registers of each of 128 threads."""
 
@@ -40,7 +41,9 @@ class VerifyMasks:
 class VerifyStep:
     """What the layers of a plan group share in one step: ranges (`dealt`), workspace, and where rows are.
 
-    `query_offsets int32 [B + 1]`, `prefix_lens int32 [B]`; no request has more than `tiles.max_new` tokens.
+    `query_offsets int32 [B + 1]`, `prefix_lens int32 [B]`; requests of more than `tiles.max_new` tokens are
+    skipped. `listed int32 [B]`: keys of all requests, where such are expected: `dealt.kv_lens` is then made
+    from it and counts none of theirs; None: there are none, and `dealt.kv_lens` is the table's.
     """
 
     dealt: DecodeStep
@@ -48,16 +51,18 @@ class VerifyStep:
     query_offsets: torch.Tensor
     prefix_lens: torch.Tensor
     masks: VerifyMasks
+    listed: torch.Tensor | None = None
 
     @staticmethod
     def of(
         source: torch.Tensor, req_rows: torch.Tensor, kv_start: torch.Tensor, kv_lens: torch.Tensor,
         query_offsets: torch.Tensor, prefix_lens: torch.Tensor, run: int, heads: Heads, tiles: Verify,
-        masks: VerifyMasks,
+        masks: VerifyMasks, among: bool = False,
     ) -> VerifyStep:  # fmt: skip
         """With storage of its own. `kv_lens`: keys listed from `kv_start` on, this step's tokens among them.
 
-        `kv_start` follows the window already, that of the first token of each request.
+        `among`: there may be requests of more than `tiles.max_new` tokens. `kv_start` follows the window
+        already, that of the first token of each request.
         """
         device, rows = source.device, tiles.max_new * heads.group
         shape = (req_rows.shape[0] + tiles.keys.num_ranges, heads.num_kv, rows)
@@ -66,8 +71,9 @@ class VerifyStep:
             torch.empty(shape, dtype=torch.float32, device=device),
         )
         ranges = torch.empty(tiles.keys.num_ranges, FIELDS, dtype=torch.int32, device=device)
-        dealt = DecodeStep(source, req_rows, kv_start, kv_lens, None, run, heads, tiles.keys, ranges, work)
-        return VerifyStep(dealt, tiles, query_offsets, prefix_lens, masks)
+        own = torch.empty_like(kv_lens) if among else kv_lens
+        dealt = DecodeStep(source, req_rows, kv_start, own, None, run, heads, tiles.keys, ranges, work)
+        return VerifyStep(dealt, tiles, query_offsets, prefix_lens, masks, kv_lens if among else None)
 
     @cached_property
     def fixed(self) -> tuple[Fixed, Fixed]:
@@ -86,6 +92,18 @@ class VerifyStep:
         )  # fmt: skip
         merge = Fixed(dealt.ranges, *dealt.pieces, self.query_offsets, tiles.max_new, heads.num_kv)
         return own, merge
+
+
+def fill_verify(step: VerifyStep) -> None:  # anyattn: in-graph
+    """Deal the step out, on the device."""
+    if step.listed is not None:
+        batch = step.listed.shape[0]
+        launch(
+            few_keys_kernel, (-(-batch // _FEW_BLOCK),),
+            (step.query_offsets, step.listed, step.dealt.kv_lens, batch, step.tiles.max_new),
+            {"BLOCK": _FEW_BLOCK}, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    fill_ranges(step.dealt)
 
 
 class _Layer:

@@ -17,8 +17,10 @@ from anyattn.kernels.triton.configs.choose import (
 from anyattn.kernels.triton.configs.rows import Tile
 from anyattn.kernels.triton.configs.verify import DEFAULT, VERIFY, VerifyRow
 
-__all__ = ["MASKED_ROWS", "Verify", "choose_verify", "verify_row"]
+__all__ = ["FEW_ROWS", "MASKED_ROWS", "Verify", "choose_few", "choose_verify", "verify_row"]
 
+FEW_ROWS = 16
+"""Query rows of a request that has few beside others that have many: the smallest block there is."""
 MASKED_ROWS = 32
 """On sm_90, 64 rows by 64 cells spill, and leave room for one program an SM."""
 ALONE_TILES = 16
@@ -104,6 +106,31 @@ def choose_verify(
         overlap=row.overlap if short else 0, parts=parts,
     )  # fmt: skip
     return Verify(block_m, row_blocks, max_new, keys, row.half and kv_itemsize == 1)
+
+
+@functools.lru_cache(1024)
+def choose_few(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    max_kv_len: int,
+    dim: int,
+    itemsize: int,
+    arch: str,
+    units: int,
+    kv_itemsize: int = 2,
+) -> Verify | None:
+    """How the requests of at most `FEW_ROWS` query rows are cut, in a step whose others have more: into equal
+    ranges, as their lengths are anything. None: the rows of one token are more. Arguments: `choose_verify`.
+    """
+    if group > FEW_ROWS:
+        return None
+    row = verify_row(arch, dim, itemsize, FEW_ROWS)
+    tile = row.few or row.tile or _tile(dim, itemsize, arch)
+    slots = (row.few_per_unit or row.programs_per_unit) * units
+    ranges = min(fitting_ranges(kv_heads, slots), batch * -(-max_kv_len // tile.block_n))
+    keys = Decode(tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES)
+    return Verify(FEW_ROWS, 1, FEW_ROWS // group, keys, row.half and kv_itemsize == 1)
 
 
 def _tile(dim: int, itemsize: int, arch: str) -> Tile:

@@ -18,8 +18,9 @@ class VerifyRow:
     the same loop.
     `programs_per_unit`: so many of them are on an SM or CU at once. `fill`: a step is cut whose row blocks
     are at most so many a unit; `min_keys`: and whose requests may have so many keys. `overlap`: as in
-    `DecodeRow`, for short programs. `half`: 8-bit keys are multiplied as float16. `evidence`: where it comes
-    from.
+    `DecodeRow`, for short programs. `few`, `few_per_unit`: instead of `tile` and `programs_per_unit` for the
+    few rows of requests beside others that have many. `half`: 8-bit keys are multiplied as float16.
+    `evidence`: where it comes from.
     """
 
     architectures: tuple[str, ...]
@@ -32,6 +33,8 @@ class VerifyRow:
     fill: float = 1.0
     min_keys: int = 1024
     overlap: int = 0
+    few: Tile | None = None
+    few_per_unit: int = 0
     half: bool = False
     evidence: str = ""
 
@@ -51,7 +54,7 @@ _hopper = partial(
 )
 
 VERIFY = (
-    _hopper(max_rows=16, block_m=16, fill=2.0),
+    _hopper(max_rows=16, block_m=16, fill=2.0, few=Tile(64, 4, 4), few_per_unit=2),
     _hopper(max_rows=32),
     _hopper(block_m=64, tile=Tile(64, 4, 3)),
     _wide(architectures=("sm80", "sm87", "sm100", "sm103", "sm110"), tile=Tile(32, 4, 3)),
