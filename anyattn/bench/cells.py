@@ -12,6 +12,7 @@ import anyattn
 from anyattn.bench.harness.candidate import Work
 from anyattn.core.batch import ForwardMode
 from anyattn.core.capabilities import Phase
+from anyattn.core.measure.bucket import Role
 
 __all__ = ["Cell", "Step"]
 
@@ -29,6 +30,12 @@ _PHASES: dict[Step, Phase] = {
     "extend": Phase.PREFILL,
     "mixed": Phase.PREFILL,
     "verify": Phase.VERIFY,
+}
+_ROLES: dict[Step, Role] = {
+    "decode": Role.DECODE,
+    "extend": Role.PREFILL,
+    "mixed": Role.MIXED,
+    "verify": Role.VERIFY,
 }
 _LATENT = (576, 512)
 
@@ -97,6 +104,19 @@ class Cell:
     def phase(self) -> Phase:
         """Whose backend serves it."""
         return _PHASES[self.step]
+
+    @property
+    def role(self) -> Role:
+        """By whose times it is routed."""
+        return _ROLES[self.step]
+
+    @property
+    def size(self) -> tuple[float, float, float, float]:
+        """(requests, mean KV length, mean new tokens, prompts), as `ShapeRouter` measures its step."""
+        length, chunks = sum(self.lengths) / self.batch, [new for new in self.news if new > 1]
+        if self.step != "mixed":
+            return self.batch, length, self.tokens / self.batch, 0
+        return self.batch, length, sum(chunks) / len(chunks) if chunks else 1, len(chunks)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -15,8 +15,8 @@ import torch
 import anyattn
 from anyattn.bench.cells import Cell
 from anyattn.bench.contender import Contender, Entrant, per_copy
+from anyattn.bench.routed import taker
 from anyattn.bench.scene import Field, Scene, decide
-from anyattn.core.measure.rules import RouteMap
 from anyattn.core.select.decision import Candidate, Decision, Degraded, ReasonCode, Rejected
 from anyattn.errors import SelectionError
 
@@ -32,15 +32,9 @@ def chosen(cell: Cell, device: torch.device, mode: str) -> str | None:
     None if nobody serves it.
     """
     try:
-        decision = decide(cell, device, 1, route=True)
-        first = decision.phase(cell.phase).backend
+        return taker(decide(cell, device, 1, route=True), cell, mode)
     except SelectionError:
         return None
-    route = decision.route(cell.phase)
-    if route is None:
-        return first
-    rules = RouteMap(route.members[0].backend, route.rules)
-    return rules.backend(mode, cell.batch, sum(cell.lengths) / cell.batch, cell.tokens / cell.batch)
 
 
 def backends_of(

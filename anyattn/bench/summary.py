@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyattn.bench.peers_flash import SGLANG, VLLM
+from anyattn.bench.routed import label
 
 __all__ = ["CHOICE", "ROUTED", "Spread", "against_peers", "cell_text", "describe", "group_of", "grouped",
-           "head", "policies", "policy_times", "replay", "summary", "times_of"]  # fmt: skip
+           "head", "phase_of", "policies", "policy_times", "replay", "summary", "times_of"]  # fmt: skip
 
 Entry = Mapping[str, Any]
 
@@ -70,10 +71,6 @@ def grouped(entries: Iterable[Entry], group: Callable[[Entry], str]) -> dict[str
     return found
 
 
-def _label(entry: Entry) -> str:
-    return f"{entry['cell']['name']} {entry['mode']}"
-
-
 # -- ratios to peers ---------------------------------------------------------------------------------------
 
 
@@ -90,7 +87,7 @@ def against_peers(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
             for name, seconds in times_of(entry, "backend").items():
                 for family, best in families.items():
                     key = name if not family else f"{name} / {family}"
-                    ratios.setdefault(key, {})[_label(entry)] = best / seconds
+                    ratios.setdefault(key, {})[label(entry)] = best / seconds
         if ratios:
             found[group] = {name: Spread.of(values) for name, values in ratios.items()}
     return found
@@ -130,7 +127,7 @@ def policy_times(entry: Entry) -> dict[str, float]:
 def policies(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
     """Phase -> "ours against theirs" -> their time over ours, for both of ours and each of the others."""
     found: dict[str, dict[str, Spread]] = {}
-    for phase, members in grouped(entries, _phase).items():
+    for phase, members in grouped(entries, phase_of).items():
         ratios: dict[str, dict[str, float]] = {}
         for entry in members:
             times = policy_times(entry)
@@ -138,13 +135,14 @@ def policies(entries: Sequence[Entry]) -> dict[str, dict[str, Spread]]:
                 others = [name for name in times if ours in times and name not in (CHOICE, ours)]
                 for other in others if ours == CHOICE else [name for name in others if name != ROUTED]:
                     key = f"{ours} / {other.removeprefix('anyattn, ')}"
-                    ratios.setdefault(key, {})[_label(entry)] = times[other] / times[ours]
+                    ratios.setdefault(key, {})[label(entry)] = times[other] / times[ours]
         if ratios:
             found[phase] = {key: Spread.of(values) for key, values in sorted(ratios.items())}
     return found
 
 
-def _phase(entry: Entry) -> str:
+def phase_of(entry: Entry) -> str:
+    """Kind of step, and how it was run."""
     return f"{_PHASES[entry['cell']['step']]}, {entry['mode']}"
 
 

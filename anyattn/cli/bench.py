@@ -243,23 +243,21 @@ def _without(arguments: Sequence[str], option: str) -> list[str]:
 
 
 def _report(args: argparse.Namespace, document: dict[str, Any], *, measured: bool) -> int:
+    from anyattn.bench.choice import choice_lines, defaults
     from anyattn.bench.document import save
     from anyattn.bench.outputs import write_text
     from anyattn.bench.plot import plot
-    from anyattn.bench.summary import cell_text, describe, head, policies, summary
+    from anyattn.bench.summary import cell_text, summary
 
     if args.json == "-":
         print(json.dumps(document, indent=1))
     elif args.defaults:
-        lines = describe(
-            "Policies (their time over ours; above 1: ours is faster)", policies(document["cells"])
-        )
-        print("\n".join([*head(document), *lines]))
+        print(defaults(document))
     else:
         if not measured:
             told: set[tuple[str, str]] = set()
             print("\n".join(cell_text(entry, told) for entry in document["cells"]))
-        print(f"\n{summary(document)}")
+        print("\n".join([f"\n{summary(document)}", *choice_lines(document)]))
     if args.json not in (None, "-") and not measured:
         save(document, args.json)
     if args.markdown:

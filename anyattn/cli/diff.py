@@ -21,7 +21,7 @@ from typing import Any
 from anyattn.cli.diff_records import decision_changes, host_changes
 from anyattn.core.measure.diff import TimesDiff, cell_times, diff_times
 from anyattn.core.measure.from_bench import BENCH_SCHEMA
-from anyattn.core.measure.table import SCHEMA, MeasuredTable, Times, Timing
+from anyattn.core.measure.table import READABLE, MeasuredTable, Times, Timing
 from anyattn.core.select.codec import to_plain
 from anyattn.errors import ConfigError
 
@@ -142,7 +142,7 @@ def _read(path: str | Path) -> tuple[str, Any]:
             "a file to compare can't be read", asked=f"{path}: {error}", allowed=allowed
         ) from error
     found = data if isinstance(data, dict) else {}
-    schemas = {SCHEMA: "table", BENCH_SCHEMA: "bench"}
+    schemas = dict.fromkeys(READABLE, "table") | {BENCH_SCHEMA: "bench"}
     kind = schemas.get(str(found.get("schema")))
     if kind is None and {"candidates", "kv", "host"} <= set(found):
         kind = "decision"

@@ -16,6 +16,7 @@ from anyattn.core.groups import GroupSet
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.kv.translate import bind_and_verify_backends
+from anyattn.core.measure.bucket import Role
 from anyattn.core.mla import MLAPolicy
 from anyattn.core.plan import TableForm, TableKind
 from anyattn.core.registry import load_target
@@ -23,17 +24,16 @@ from anyattn.core.select.libraries import serving_provider
 from anyattn.core.select.pages import TOKEN_MAJOR
 from anyattn.core.spec import Limits
 from anyattn.core.traits import Determinism
-from anyattn.core.wrappers.hybrid import HybridBackend, VerifyRoute
+from anyattn.core.wrappers.hybrid import Child, HybridBackend, VerifyRoute
 from anyattn.core.wrappers.shape_router import ShapeRouter
 from anyattn.errors import AnyattnError, BackendBuildError, FeatureError, PoolError
 
 if TYPE_CHECKING:
-    from anyattn.core.select.decision import Decision, PhaseChoice
+    from anyattn.core.select.decision import Decision, PhaseChoice, Route
 
 __all__ = ["create_backend", "create_draft_backend", "table_form"]
 
 Choices = list[tuple[Phase, "PhaseChoice"]]
-_MAIN = (Phase.PREFILL, Phase.DECODE)
 
 
 def table_form(form: FormSpec, kernel_page: int) -> TableForm:
@@ -74,27 +74,33 @@ def create_backend(
     if decision.verify is not None and (drafting or any(_same(decision.verify, c) for _, c in choices)):
         choices.append((Phase.VERIFY, decision.verify))
     chosen = len(choices)
-    choices += [(route.phase, member) for route in decision.routes for member in route.members]
+    mixed: Choices = [] if decision.mixed is None else [(Phase.PREFILL, decision.mixed)]
+    routed = [(route.role, member) for route in decision.routes for member in route.members]
+    choices += [*mixed, *((_phase_of(role), member) for role, member in routed)]
     built = _build_all(decision, choices, pool, table)
     for each in built:
         each.mla.policy = mla or each.mla.policy
-    members = [(phase, each) for (phase, _), each in zip(choices[chosen:], built[chosen:], strict=True)]
-    prefill, decode = (_routed(decision, members, p, each) for p, each in zip(_MAIN, built, strict=False))
-    verifier = built[2] if chosen > 2 else prefill
-    one = prefill is decode is verifier
-    backend = built[0] if one else HybridBackend(prefill, decode, verify or verifier)
+    roles = [Role.of(phase) for phase, _ in choices[:chosen]] + [Role.MIXED] * len(mixed)
+    serving: dict[Role, Child] = dict(zip(roles, built, strict=False))
+    backends = built[len(roles) :]
+    members = [(role, each) for (role, _), each in zip(routed, backends, strict=True)]
+    serving |= {route.role: _router(route, members) for route in decision.routes}
+    prefill, decode = serving[Role.PREFILL], serving[Role.DECODE]
+    verifier, mixer = serving.get(Role.VERIFY, prefill), serving.get(Role.MIXED, prefill)
+    one = prefill is decode is verifier is mixer
+    backend = built[0] if one else HybridBackend(prefill, decode, verify or verifier, mixed=mixer)
     backend.decision = decision
     return backend
 
 
-def _routed(
-    decision: Decision, members: Sequence[tuple[Phase, AttentionBackend]], phase: Phase, own: AttentionBackend
-) -> AttentionBackend | ShapeRouter:
-    """The backend of a phase, or the router of its steps."""
-    route = decision.route(phase)
-    if route is None:
-        return own
-    return ShapeRouter([each for owner, each in members if owner is phase], route.rules)
+def _phase_of(role: Role) -> Phase:
+    """Whose rows serve a role: mixed steps are prefill's."""
+    return Phase.PREFILL if role is Role.MIXED else Phase(role.value)
+
+
+def _router(route: Route, members: Sequence[tuple[Role, AttentionBackend]]) -> ShapeRouter:
+    """The router of a role's steps."""
+    return ShapeRouter([each for role, each in members if role is route.role], route.rules)
 
 
 def create_draft_backend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import pytest
 from measure_fakes import cell, result
 
 from anyattn.cli.bench_write import read_result, write_table
-from anyattn.core.capabilities import Phase
 from anyattn.core.facts import HostFacts
 from anyattn.core.measure import (
     Bucket,
     MeasuredTable,
+    Role,
     Shape,
     Timing,
     Workload,
@@ -23,6 +24,7 @@ from anyattn.core.measure import (
 )
 from anyattn.core.measure.from_bench import from_bench
 from anyattn.core.measure.shipped import file_name, shipped_tables, tables_for
+from anyattn.core.measure.table import SCHEMA
 from anyattn.core.spec import AttentionSpec, MLASpec
 from anyattn.errors import ConfigError
 
@@ -34,7 +36,7 @@ SHAPE = Shape(
 
 def decode(**fields: int) -> Bucket:
     sizes = {"page": 16, "requests": 64, "kv_len": 8192} | fields
-    return Bucket(phase=Phase.DECODE, shape=SHAPE, layout="NHD", run="graph", **sizes)
+    return Bucket(role=Role.DECODE, shape=SHAPE, layout="NHD", run="graph", **sizes)
 
 
 # --- buckets -----------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def test_a_workload_counts_from_one() -> None:
     with pytest.raises(ConfigError, match=r"Workload\.kv_len"):
         Workload(kv_len=0)
     with pytest.raises(ConfigError, match="run of a bucket"):
-        Bucket(phase=Phase.DECODE, shape=SHAPE, page=1, layout="NHD", run="cold", requests=1, kv_len=1)
+        Bucket(role=Role.DECODE, shape=SHAPE, page=1, layout="NHD", run="cold", requests=1, kv_len=1)
 
 
 # --- from a bench result -----------------------------------------------------------------------------
@@ -111,8 +113,47 @@ def test_phases_come_from_the_kind_of_step() -> None:
         cell(TWO, step="verify", prefix=1000, new=8),
         cell(TWO, step="mixed", prefix=1000, new=64),
     ]
-    phases = [bucket.phase for bucket in from_bench(result(*cells)).entries]
-    assert phases == [Phase.DECODE, Phase.PREFILL, Phase.VERIFY]
+    roles = [bucket.role for bucket in from_bench(result(*cells)).entries]
+    assert roles == [Role.DECODE, Role.PREFILL, Role.VERIFY, Role.MIXED]
+
+
+def test_mixed_steps_are_told_apart_by_their_prompts() -> None:
+    """Rows that decode, prompts beside them, and the prompts' chunks: not the mean over both."""
+    chat = [[625, 1024], [3362, 1024], *[[2500, 1]] * 126]
+    wide = cell(TWO, step="mixed", batch=128, prefix=2570, new=17, lengths=chat, mode="eager")
+    long = [[4096, 2048], *[[4096, 1]] * 63]
+    one = cell(TWO, step="mixed", batch=64, prefix=4096, new=33, lengths=long, mode="eager")
+    first, second = from_bench(result(wide, one)).entries
+    assert first.size == (128, 2048, 1024, 2)
+    assert second.size == (64, 4096, 2048, 1)
+    assert str(second) == "mixed 64 x 4096, 1 with 2048 new (eager, page 16)"
+    assert Bucket.from_json(second.to_json()) == second
+    with pytest.raises(ConfigError, match="prompts of a bucket; asked: 0 in mixed"):
+        dataclasses.replace(second, prompts=0)
+    with pytest.raises(ConfigError, match="prompts of a bucket; asked: 1 in decode"):
+        dataclasses.replace(second, role=Role.DECODE)
+
+
+def test_a_table_of_version_1_is_read_and_written_as_version_2(tmp_path: Path) -> None:
+    table = from_bench(result(cell(TWO), cell(TWO, step="verify", prefix=1000, new=8)))
+    data = table.to_json() | {"schema": "anyattn.measured/1"}
+    for each in data["entries"]:
+        each["bucket"]["phase"] = each["bucket"].pop("role")
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert load_table(path).entries == table.entries
+    load_table(path).save(path)
+    assert json.loads(path.read_text(encoding="utf-8"))["schema"] == SCHEMA == "anyattn.measured/2"
+    with pytest.raises(ConfigError, match=r"measured/3.*allowed: anyattn.measured/2 or anyattn.measured/1"):
+        MeasuredTable.from_json(data | {"schema": "anyattn.measured/3"})
+
+
+def test_merging_twice_tells_a_command_once() -> None:
+    one = from_bench(result(cell(TWO), command="anyattn bench --json a.json"))
+    two = from_bench(result(cell(TWO, page=64), command="anyattn bench --json b.json"))
+    both = merge_tables(one, two)
+    assert both.provenance.command == "anyattn bench --json a.json; anyattn bench --json b.json"
+    assert merge_tables(both, two).provenance.command == both.provenance.command
 
 
 def test_latents_and_windows_are_shapes_of_their_own() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 from select_fakes import KLIB, SPEC, both, host, library, record, request, row, run
 
 from anyattn import __version__
-from anyattn.core.capabilities import Phase
-from anyattn.core.measure import Bucket, MeasuredTable, Provenance, Shape, Timing
+from anyattn.core.measure import Bucket, MeasuredTable, Provenance, Role, Shape, Timing
 from anyattn.core.select.decision import Decision
 from anyattn.core.spec import AttentionSpec
 
@@ -22,7 +21,7 @@ def bucket(**fields: Any) -> Bucket:
     spec: AttentionSpec | None = fields.pop("spec", None)
     shape = SHAPE if spec is None else Shape.of(spec, "bfloat16", "bfloat16")
     defaults: dict[str, Any] = {
-        "phase": Phase.DECODE,
+        "role": Role.DECODE,
         "shape": shape,
         "page": 16,
         "layout": "NHD",
@@ -56,7 +55,7 @@ HERE = host("x1", library("2.1.7"))
 
 
 def prefill(**fields: Any) -> Bucket:
-    return bucket(**({"phase": Phase.PREFILL, "run": "eager", "requests": 1, "new_tokens": 8192} | fields))
+    return bucket(**({"role": Role.PREFILL, "run": "eager", "requests": 1, "new_tokens": 8192} | fields))
 
 
 def decided(

@@ -7,25 +7,25 @@ from select_fakes import both, host, prefer, record, request, run
 
 from anyattn.core.capabilities import ModelKind, Phase
 from anyattn.core.measure import Timing
-from anyattn.core.select.measured import NO_TIMES, PhaseTimes
+from anyattn.core.select.measured import NO_TIMES, RoleTimes
 from anyattn.core.select.rank import Rank, rank
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 NAMES = ("a", "b", "c")
 
 
-def ranked(*preferences: object, times: PhaseTimes = NO_TIMES, phase: Phase = DECODE) -> tuple[Rank, ...]:
+def ranked(*preferences: object, times: RoleTimes = NO_TIMES, phase: Phase = DECODE) -> tuple[Rank, ...]:
     return rank(NAMES, phase, request(), host(), preferences, times)  # type: ignore[arg-type]
 
 
-def order(*preferences: object, times: PhaseTimes = NO_TIMES, phase: Phase = DECODE) -> list[str]:
+def order(*preferences: object, times: RoleTimes = NO_TIMES, phase: Phase = DECODE) -> list[str]:
     return [r.backend for r in ranked(*preferences, times=times, phase=phase)]
 
 
-def seen(*entries: dict[str, Timing]) -> PhaseTimes:
+def seen(*entries: dict[str, Timing]) -> RoleTimes:
     """Times of buckets that differ in their length."""
     found = {bucket(kv_len=1024 << i): times for i, times in enumerate(entries)}
-    return PhaseTimes(table(found), tuple(found.items()))
+    return RoleTimes(table(found), tuple(found.items()))
 
 
 def test_registration_decides_last() -> None:

@@ -11,6 +11,7 @@ import anyattn
 from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.capabilities import Feature, Phase
 from anyattn.core.contract import AttentionBackend
+from anyattn.core.measure.bucket import Role
 from anyattn.core.measure.rules import RouteMap, RouteRule
 from anyattn.core.select.decision import Decision, Route
 from anyattn.core.traits import Determinism, HostLengthNeed, KVRead, SharedReadEnds, Traits
@@ -92,14 +93,18 @@ def test_counts_of_rules_are_powers_of_two() -> None:
 
 
 def test_a_step_is_measured_by_what_the_host_knows(world: World) -> None:
-    assert step_size(world.decode(10, 20, 60)) == (3, 30, 1)
+    assert step_size(world.decode(10, 20, 60)) == (3, 30, 1, 0)
     padded = ForwardBatch.decode([0, 4], [40, 1], [3, 0], num_padding_requests=1)
-    assert step_size(padded) == (1, 40, 1)
+    assert step_size(padded) == (1, 40, 1, 0)
     extend = ForwardBatch.extend([0, 1], [8, 0], [4, 12], list(range(16)))
-    assert step_size(extend) == (2, 12, 8)
+    assert step_size(extend) == (2, 12, 8, 0)
     bound = world.decode(10, 20).view(host_lens=UpperBound(33))
-    assert step_size(bound) == (2, 33, 1)
-    assert step_size(bound.view(host_lens=None)) == (2, None, 1)
+    assert step_size(bound) == (2, 33, 1, 0)
+    assert step_size(bound.view(host_lens=None)) == (2, None, 1, 0)
+    chunk = ForwardBatch.mixed([0, 1, 2], [4, 15, 39], [12, 1, 1], list(range(14)))
+    assert step_size(chunk) == (3, 24, 12, 1), "new tokens are those of the prompt"
+    rows = ForwardBatch.mixed([1, 2], [15, 39], [1, 1], list(range(2)))
+    assert step_size(rows) == (2, 28, 1, 0)
     nobody = ForwardBatch.decode([4, 4], [1, 1], [0, 0], num_padding_requests=2)
     assert step_size(nobody)[0] == 1, "padding alone counts as one request"
     assert world.router().init_forward_metadata(nobody).key.mode is ForwardMode.DECODE
@@ -255,7 +260,7 @@ def test_a_decision_with_routes_builds_routers(world: World) -> None:
     decision = decided()
     twins = tuple(dataclasses.replace(decision.decode, backend=name) for name in ("torch_native", "large"))
     rules = (RouteRule("eager", 1, 64, 1, "large"), RouteRule("eager", 1, 8, 1, "torch_native"))
-    routed = dataclasses.replace(decision, routes=(Route(Phase.DECODE, twins, rules),))
+    routed = dataclasses.replace(decision, routes=(Route(Role.DECODE, twins, rules),))
     again = Decision.from_json(routed.to_json())
     assert again == routed
     assert again.digest() == routed.digest() != decision.digest()

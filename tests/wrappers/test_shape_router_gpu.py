@@ -14,7 +14,7 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.capabilities import Phase
 from anyattn.core.graph.buckets import Buckets
 from anyattn.core.graph.runner import GraphRunner
-from anyattn.core.measure import Bucket, MeasuredTable, Provenance, Shape, Timing
+from anyattn.core.measure import Bucket, MeasuredTable, Provenance, Role, Shape, Timing
 from anyattn.core.select.decision import Decision
 from anyattn.core.select.measured import runs_on
 from anyattn.core.select.solve import decide
@@ -56,7 +56,7 @@ def routed() -> Decision:
             for requests in (1, 4, 8):
                 best = names[(i + requests) % len(names)]
                 bucket = Bucket(
-                    phase=Phase.DECODE, shape=shape, page=PAGE, layout="NHD", run=run, requests=requests,
+                    role=Role.DECODE, shape=shape, page=PAGE, layout="NHD", run=run, requests=requests,
                     kv_len=kv_len,
                 )  # fmt: skip
                 entries[bucket] = {name: Timing(1e-5 if name == best else 2e-5) for name in names}

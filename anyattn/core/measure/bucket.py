@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 from anyattn.core.arguments import check_whole
@@ -15,10 +16,12 @@ from anyattn.core.capabilities import Phase
 from anyattn.core.spec import AttentionSpec
 from anyattn.errors import ConfigError
 
-__all__ = ["EAGER", "GRAPH", "RUNS", "Bucket", "Shape", "Workload", "power_of_two"]
+__all__ = ["EAGER", "GRAPH", "RUNS", "Bucket", "Role", "Shape", "Workload", "power_of_two",
+           "size_text"]  # fmt: skip
 
 EAGER, GRAPH = "eager", "graph"
-_COUNTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page", "requests", "kv_len", "new_tokens")
+_COUNTS = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "page", "requests", "kv_len", "new_tokens",
+           "prompts")  # fmt: skip
 RUNS = (EAGER, GRAPH)
 """How a step was run: launched from Python, host time included, or as a replayed graph."""
 
@@ -26,6 +29,20 @@ RUNS = (EAGER, GRAPH)
 def power_of_two(count: float) -> int:
     """The power of two that is nearest in ratio; 1 for everything up to 1."""
     return 1 if count <= 1 else 1 << round(math.log2(count))
+
+
+class Role(Enum):
+    """Kinds of steps that are timed and routed apart. MIXED: chunks of prompts beside decoding requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    VERIFY = "verify"
+
+    @staticmethod
+    def of(phase: Phase) -> Role:
+        """Whose times count for a phase: drafts decode."""
+        return Role.DECODE if phase is Phase.DRAFT else Role(phase.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +98,17 @@ class Bucket:
     """Steps that count as alike.
 
     Attributes:
-        phase: DECODE (one new token a request), PREFILL (many), VERIFY.
+        role: DECODE (one new token a request), PREFILL (many), MIXED, VERIFY.
         page, layout: of the KV pool. run: `eager` or `graph`.
         requests: of the step. kv_len: mean KV tokens of a request, the step's own included.
-        new_tokens: mean new tokens of a request. All three are powers of two.
+        new_tokens: mean new tokens of a request; in MIXED, of those that don't decode.
+        prompts: requests of a MIXED step that don't decode; 0 in the other roles. All are powers of two.
+
+    Raises:
+        ConfigError: another run, a MIXED step without prompts, prompts in another role.
     """
 
-    phase: Phase
+    role: Role
     shape: Shape
     page: int
     layout: str
@@ -95,29 +116,43 @@ class Bucket:
     requests: int
     kv_len: int
     new_tokens: int = 1
+    prompts: int = 0
 
     def __post_init__(self) -> None:
         if self.run not in RUNS:
             raise ConfigError("run of a bucket", asked=self.run, allowed=" or ".join(RUNS))
-        for name in ("requests", "kv_len", "new_tokens"):
+        if bool(self.prompts) != (self.role is Role.MIXED):
+            asked = f"{self.prompts} in {self.role.value}"
+            raise ConfigError("prompts of a bucket", asked=asked, allowed="1 or more in mixed, else 0")
+        for name in ("requests", "kv_len", "new_tokens", *(["prompts"] if self.prompts else [])):
             object.__setattr__(self, name, power_of_two(getattr(self, name)))
 
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        """(requests, KV tokens, new tokens, prompts)."""
+        return self.requests, self.kv_len, self.new_tokens, self.prompts
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values, flat."""
+        """Plain values, flat; `prompts` where there are some."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shape"}
         shape = {f.name: getattr(self.shape, f.name) for f in fields(Shape)}
-        return own | {"phase": self.phase.value} | {k: v for k, v in shape.items() if v or k != "mla"}
+        told = own | {"role": self.role.value} | {k: v for k, v in shape.items() if v or k != "mla"}
+        return {k: v for k, v in told.items() if v or k != "prompts"}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Bucket:
-        """The bucket that `to_json` wrote. Raises TypeError, ValueError or KeyError for anything else."""
+        """The bucket that `to_json` wrote, or that of a table of version 1, whose roles were phases.
+
+        Raises TypeError, ValueError or KeyError for anything else.
+        """
         names = {f.name for f in fields(Shape)}
         for name, value in data.items():
             if name in _COUNTS and not (isinstance(value, int) and value > 0):
                 raise ValueError(f"{name} = {value!r}, no whole number >= 1")
         shape = Shape(**{k: v for k, v in data.items() if k in names})
         rest = {k: v for k, v in data.items() if k not in names}
-        return Bucket(**{**rest, "phase": Phase(rest["phase"]), "shape": shape})
+        role = Role(rest.pop("phase") if "role" not in rest else rest["role"])
+        return Bucket(**{**rest, "role": role, "shape": shape})
 
     def distance(self, requests: float | None, kv_len: float | None, new_tokens: float | None) -> float:
         """Steps of two between this bucket and a step, in the count that lies farthest; None = any."""
@@ -126,8 +161,14 @@ class Bucket:
         return max(gaps, default=0.0)
 
     def __str__(self) -> str:
-        new = f", {self.new_tokens} new" if self.new_tokens > 1 else ""
-        return f"{self.phase.value} {self.requests} x {self.kv_len}{new} ({self.run}, page {self.page})"
+        return f"{self.role.value} {size_text(*self.size)} ({self.run}, page {self.page})"
+
+
+def size_text(requests: int, kv_len: int, new_tokens: int, prompts: int) -> str:
+    """A step's size for a reader: `64 x 8192`, `16 x 8192, 8 new`, `64 x 4096, 1 with 2048 new`."""
+    if prompts:
+        return f"{requests} x {kv_len}, {prompts} with {new_tokens} new"
+    return f"{requests} x {kv_len}, {new_tokens} new" if new_tokens > 1 else f"{requests} x {kv_len}"
 
 
 @dataclass(frozen=True, kw_only=True)

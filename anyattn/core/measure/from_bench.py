@@ -1,4 +1,4 @@
-"""From a bench result to a table: times of backends, by bucket, without peers and mixed steps."""
+"""From a bench result to a table: times of backends, by bucket, without peers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from anyattn.core.capabilities import Phase
-from anyattn.core.measure.bucket import Bucket, Shape, power_of_two
+from anyattn.core.measure.bucket import Bucket, Role, Shape, power_of_two
 from anyattn.core.measure.table import MeasuredTable, Provenance, Times, Timing, combined
 from anyattn.errors import ConfigError
 
@@ -15,8 +14,8 @@ __all__ = ["BENCH_SCHEMA", "from_bench"]
 
 BENCH_SCHEMA = "anyattn.bench/1"
 
-_PHASES = {"decode": Phase.DECODE, "extend": Phase.PREFILL, "verify": Phase.VERIFY}
-"""Phase of a cell by its kind of step; mixed steps are no role of their own."""
+_ROLES = {"decode": Role.DECODE, "extend": Role.PREFILL, "mixed": Role.MIXED, "verify": Role.VERIFY}
+"""Role of a cell by its kind of step."""
 
 
 def from_bench(data: Any, *, arch: str = "", command: str = "", units: int | None = None) -> MeasuredTable:
@@ -70,8 +69,9 @@ def _provenance(data: Mapping[str, Any], arch: str, command: str, units: int | N
 def _bucket(entry: Mapping[str, Any]) -> Bucket | None:
     cell = entry["cell"]
     step = cell.get("step") or ("decode" if cell["new"] == 1 else "extend")
-    if step not in _PHASES:
+    if step not in _ROLES:
         return None
+    new, prompts = _prompts(cell) if step == "mixed" else (cell["new"], 0)
     mla = (cell["dim"], cell["num_kv"]) == (576, 1) and cell["v_dim"] == 512
     window = cell.get("window")
     shape = Shape(
@@ -80,10 +80,17 @@ def _bucket(entry: Mapping[str, Any]) -> Bucket | None:
         window=None if window is None else power_of_two(window),
     )  # fmt: skip
     return Bucket(
-        phase=_PHASES[step], shape=shape, page=cell["page"], layout=_layout(entry["results"]),
+        role=_ROLES[step], shape=shape, page=cell["page"], layout=_layout(entry["results"]),
         run=entry["mode"], requests=cell["batch"], kv_len=cell["prefix"] + cell["new"],
-        new_tokens=cell["new"],
+        new_tokens=new, prompts=prompts,
     )  # fmt: skip
+
+
+def _prompts(cell: Mapping[str, Any]) -> tuple[int, int]:
+    """(mean new tokens, number) of a mixed cell's requests that don't decode."""
+    pairs = cell.get("lengths") or [(cell["prefix"], cell["new"])] * cell["batch"]
+    chunks = [new for _, new in pairs if new > 1] or [cell["new"]]
+    return round(sum(chunks) / len(chunks)), len(chunks)
 
 
 def _layout(results: Any) -> str:

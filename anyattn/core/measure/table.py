@@ -1,6 +1,6 @@
 """A measured table: median times by bucket and backend, with where they come from. JSON both ways.
 
-{"schema": "anyattn.measured/1", "device", "arch", "units", "versions", "date", "commit", "command",
+{"schema": "anyattn.measured/2", "device", "arch", "units", "versions", "date", "commit", "command",
  "entries": [{"bucket": {…}, "times": {"triton": [seconds, spread], …}}, …]}
 """
 
@@ -17,9 +17,11 @@ from anyattn.core.measure.bucket import Bucket
 from anyattn.core.measure.versions import differing
 from anyattn.errors import ConfigError
 
-__all__ = ["SCHEMA", "MeasuredTable", "Provenance", "Timing", "load_table", "merge_tables"]
+__all__ = ["READABLE", "SCHEMA", "MeasuredTable", "Provenance", "Timing", "load_table", "merge_tables"]
 
-SCHEMA = "anyattn.measured/1"
+SCHEMA = "anyattn.measured/2"
+READABLE = (SCHEMA, "anyattn.measured/1")
+"""Schemas that are read. Version 1 called roles phases and had no mixed steps."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,16 @@ class MeasuredTable:
 
     @staticmethod
     def from_json(data: Any, name: str = "unsaved") -> MeasuredTable:
-        """The table that `to_json` wrote.
+        """The table that `to_json` wrote, in this version or the one before.
 
         Raises:
             ConfigError: another schema, or fields that don't fit.
         """
         schema = data.get("schema") if isinstance(data, Mapping) else f"a {type(data).__name__}"
-        if schema != SCHEMA:
+        if schema not in READABLE:
             hint = "make one: anyattn bench --from RESULT.json --write TABLE.json"
-            raise ConfigError("schema of a measured table", asked=repr(schema), allowed=SCHEMA, hint=hint)
+            allowed = " or ".join(READABLE)
+            raise ConfigError("schema of a measured table", asked=repr(schema), allowed=allowed, hint=hint)
         try:
             own = {k: v for k, v in data.items() if k not in ("schema", "entries")}
             entries = {Bucket.from_json(e["bucket"]): _times(e["times"]) for e in data["entries"]}
@@ -162,7 +165,8 @@ def merge_tables(older: MeasuredTable, newer: MeasuredTable) -> MeasuredTable:
         told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         hint = "replace the table, or measure the missing cells again"
         raise ConfigError("tables of two versions don't merge", asked=told, allowed="equal", hint=hint)
-    commands = dict.fromkeys(filter(None, (a.command, b.command)))
+    both = [command for each in (a, b) for command in each.command.split("; ")]
+    commands = dict.fromkeys(filter(None, both))
     where = replace(b, versions={**a.versions, **b.versions}, command="; ".join(commands))
     return MeasuredTable(where, {**older.entries, **newer.entries}, newer.name)
 

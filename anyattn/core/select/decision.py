@@ -1,4 +1,4 @@
-"""Verdicts and the decision record: plain data, JSON both ways."""
+"""The decision record, with its verdicts: plain data, JSON both ways."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from anyattn.core.capabilities import CapabilityRow, Phase
 from anyattn.core.facts import HostFacts
-from anyattn.core.measure.rules import RouteRule
+from anyattn.core.measure.bucket import Role
+from anyattn.core.measure.rules import RouteMap, RouteRule
 from anyattn.core.measure.use import TableUse
 from anyattn.core.select.codec import from_plain, to_plain
 from anyattn.core.select.request import Request
+from anyattn.core.select.verdict import (
+    Accepted,
+    Degraded,
+    Reason,
+    ReasonCode,
+    Rejected,
+    Verdict,
+    verdict_from_json,
+    verdict_to_json,
+)
 from anyattn.errors import ConfigError, SelectionError
 
 __all__ = ["SCHEMA", "Accepted", "Candidate", "Decision", "Degraded", "KVChoice", "PhaseChoice", "Reason",
@@ -22,73 +32,6 @@ __all__ = ["SCHEMA", "Accepted", "Candidate", "Decision", "Degraded", "KVChoice"
 
 SCHEMA = 1
 """Version of the JSON that `Decision.to_json` writes."""
-
-
-class ReasonCode(Enum):
-    """Why a candidate was rejected or degraded."""
-
-    PHASE = "phase"
-    MODEL_KIND = "model_kind"
-    ARCHITECTURE = "architecture"
-    LIBRARY_MISSING = "library_missing"
-    LIBRARY_VERSION = "library_version"
-    LIBRARY_BROKEN = "library_broken"
-    LIBRARY_SHADOWED = "library_shadowed"  # another distribution owns the module
-    LIBRARY_BLOCKED = "library_blocked"  # it can't compile its kernels here
-    RUNTIME_VERSION = "runtime_version"
-    HEAD_DIM = "head_dim"
-    HEAD_COUNT = "head_count"
-    DTYPE = "dtype"
-    KV_DTYPE = "kv_dtype"
-    PAGE_SIZE = "page_size"
-    LAYOUT = "layout"
-    FEATURE = "feature"
-    DETERMINISM = "determinism"
-    NOT_BUILT = "not_built"
-    PLUGIN_BROKEN = "plugin_broken"  # an installed plugin that can't be used
-    NO_JOINT_LAYOUT = "no_joint_layout"
-    EXPLICIT_OTHER = "explicit_other"
-    DEGRADED = "degraded"
-
-
-@dataclass(frozen=True)
-class Reason:
-    """What was asked, what is allowed, what to do about it."""
-
-    code: ReasonCode
-    asked: str
-    allowed: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.code.value}: asked {self.asked}, allowed {self.allowed}"
-        return f"{text} ({self.hint})" if self.hint else text
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The row passes."""
-
-    kind = "accepted"
-
-
-@dataclass(frozen=True)
-class Degraded:
-    """The row passes, and is second-rate for a stated reason."""
-
-    reason: Reason
-    kind = "degraded"
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """No row passes; the reasons of the nearest one."""
-
-    reasons: tuple[Reason, ...]
-    kind = "rejected"
-
-
-Verdict = Accepted | Degraded | Rejected
 
 
 @dataclass(frozen=True)
@@ -113,34 +56,45 @@ class PhaseChoice:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         data: dict[str, Any] = to_plain(self)
-        return data | _verdict_to_json(self.verdict)
+        return data | verdict_to_json(self.verdict)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> PhaseChoice:
         """The choice that `to_json` wrote."""
         fields = {name: value for name, value in data.items() if name != "reasons"}
         row = from_plain(CapabilityRow, data["row"])
-        return PhaseChoice(**{**fields, "row": row, "verdict": _verdict_from_json(data)})
+        return PhaseChoice(**{**fields, "row": row, "verdict": verdict_from_json(data)})
 
 
 @dataclass(frozen=True)
 class Route:
-    """Steps of a phase go to one of several backends on the pool, by size; unknown ones to the first."""
+    """Steps of a role go to one of several backends on the pool, by size; unknown ones to the first.
 
-    phase: Phase
+    `table`: the measured table that the rules are rows of.
+    """
+
+    role: Role
     members: tuple[PhaseChoice, ...]
     rules: tuple[RouteRule, ...]
+    table: str = ""
+
+    @property
+    def map(self) -> RouteMap:
+        """Looks a step up in the rules."""
+        return RouteMap(self.members[0].backend, self.rules)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         members = [member.to_json() for member in self.members]
-        return {"phase": self.phase.value, "members": members, "rules": to_plain(self.rules)}
+        head = {"role": self.role.value, "table": self.table}
+        return head | {"members": members, "rules": to_plain(self.rules)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Route:
-        """The route that `to_json` wrote."""
+        """The route that `to_json` wrote, or that of an older decision, whose roles were phases."""
         members = tuple(map(PhaseChoice.from_json, data["members"]))
-        return Route(Phase(data["phase"]), members, from_plain(tuple[RouteRule, ...], data["rules"]))
+        role = Role(data["role"] if "role" in data else data["phase"])
+        return Route(role, members, from_plain(tuple[RouteRule, ...], data["rules"]), data.get("table", ""))
 
 
 @dataclass(frozen=True)
@@ -167,7 +121,7 @@ class Candidate:
         return {
             "backend": self.backend,
             "phase": self.phase.value,
-            **_verdict_to_json(self.verdict),
+            **verdict_to_json(self.verdict),
             "importable": self.importable,
             "built": self.built,
         }
@@ -175,7 +129,7 @@ class Candidate:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Candidate:
         """The candidate that `to_json` wrote."""
-        phase, verdict = Phase(data["phase"]), _verdict_from_json(data)
+        phase, verdict = Phase(data["phase"]), verdict_from_json(data)
         return Candidate(data["backend"], phase, verdict, data["importable"], data["built"])
 
 
@@ -185,7 +139,8 @@ class Decision:
 
     `verify` and `draft` are None where no backend can take the role; the decision stands without them.
     `candidates` holds a verdict for every backend and phase; `versions` what the choice ran on. `routes`:
-    phases whose steps go to several backends; `measured`: tables that were looked at, used or why not.
+    roles whose steps go to several backends; `measured`: tables that were looked at, used or why not.
+    `mixed`: who takes mixed steps, where that isn't the backend of prefill.
     """
 
     schema: int
@@ -201,10 +156,17 @@ class Decision:
     notes: tuple[str, ...] = ()
     routes: tuple[Route, ...] = ()
     measured: tuple[TableUse, ...] = ()
+    mixed: PhaseChoice | None = None
 
-    def route(self, phase: Phase) -> Route | None:
-        """How steps of a phase are routed; None = all go to `phase(…)`."""
-        return next((route for route in self.routes if route.phase is phase), None)
+    def route(self, role: Phase | Role) -> Route | None:
+        """How steps of a phase or role are routed; None = all go to `serving(…)`."""
+        return next((route for route in self.routes if route.role.value == role.value), None)
+
+    def serving(self, role: Role) -> PhaseChoice:
+        """Who takes steps of a role, unless they are routed. Raises `SelectionError` as `phase`."""
+        if role is Role.MIXED:
+            return self.mixed or self.prefill
+        return self.phase(Phase(role.value))
 
     def phase(self, phase: Phase) -> PhaseChoice:
         """The choice for a phase.
@@ -232,6 +194,7 @@ class Decision:
             "kv": to_plain(self.kv),
             **{name: None if choice is None else choice.to_json() for name, choice in phases.items()},
             "candidates": [c.to_json() for c in self.candidates],
+            "mixed": None if self.mixed is None else self.mixed.to_json(),
             "routes": [route.to_json() for route in self.routes],
             "measured": to_plain(self.measured),
             "versions": dict(self.versions),
@@ -262,6 +225,7 @@ class Decision:
                 notes=tuple(data["notes"]),
                 routes=tuple(map(Route.from_json, data.get("routes", ()))),
                 measured=from_plain(tuple[TableUse, ...], data.get("measured", ())),
+                mixed=_optional_choice(data.get("mixed")),
                 **phases,  # type: ignore[arg-type]
             )
         except ConfigError:
@@ -287,7 +251,8 @@ class Decision:
         phases = {p.value: _identity(getattr(self, p.value)) for p in Phase}
         head = {"schema": self.schema, "target": self.host.target, "kv": to_plain(self.kv)}
         body = head | phases | {"request": request, "versions": dict(self.versions)}
-        body |= {f"route {r.phase.value}": _route_identity(r) for r in self.routes}
+        body |= {f"route {r.role.value}": _route_identity(r) for r in self.routes}
+        body |= {} if self.mixed is None else {"mixed": _identity(self.mixed)}
         text = json.dumps(body, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -315,19 +280,3 @@ def _route_identity(route: Route) -> list[Any]:
 
 def _optional_choice(data: Mapping[str, Any] | None) -> PhaseChoice | None:
     return None if data is None else PhaseChoice.from_json(data)
-
-
-def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    reasons: tuple[Reason, ...] = ()
-    if isinstance(verdict, Degraded):
-        reasons = (verdict.reason,)
-    elif isinstance(verdict, Rejected):
-        reasons = verdict.reasons
-    return {"verdict": verdict.kind, "reasons": to_plain(reasons)}
-
-
-def _verdict_from_json(data: Mapping[str, Any]) -> Verdict:
-    reasons = from_plain(tuple[Reason, ...], data["reasons"])
-    if data["verdict"] == Accepted.kind:
-        return Accepted()
-    return Degraded(reasons[0]) if data["verdict"] == Degraded.kind else Rejected(reasons)

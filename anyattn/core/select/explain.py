@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from anyattn.core.capabilities import Phase
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import RUNS, Role
 from anyattn.core.select.decision import (
     Accepted,
     Decision,
@@ -151,6 +152,7 @@ def explain(decision: Decision) -> str:
         *_table(decision),
         f"  KV pool  pages of {kv.page_size} tokens, layout {kv.layout}, {kv.dtype}{_pieces(decision)}",
         *_because(decision),
+        *_routes(decision),
         *(line for note in decision.notes for line in _wrap("note", note)),
         *_others(decision),
     ]
@@ -163,26 +165,47 @@ def _wrap(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {head:8} ", subsequent_indent=indent)
 
 
-def _chosen(decision: Decision) -> dict[Phase, PhaseChoice]:
-    found: dict[Phase, PhaseChoice | None] = {phase: getattr(decision, phase.value) for phase in Phase}
-    return {phase: choice for phase, choice in found.items() if choice is not None}
+def _chosen(decision: Decision) -> dict[str, PhaseChoice]:
+    """Who was chosen, by phase; mixed steps too, where they have a backend or routes of their own."""
+    found: dict[str, PhaseChoice | None] = {}
+    for phase in Phase:
+        found[phase.value] = getattr(decision, phase.value)
+        if phase is Phase.PREFILL and (decision.mixed or decision.route(Role.MIXED)):
+            found[Role.MIXED.value] = decision.serving(Role.MIXED)
+    return {name: choice for name, choice in found.items() if choice is not None}
 
 
 def _table(decision: Decision) -> Iterator[str]:
     """One line per phase: backend, method, how it was chosen."""
     chosen = _chosen(decision)
-    name = max(len(choice.backend) for choice in chosen.values()) + 2
+    width = max(len(choice.backend) for choice in chosen.values()) + 2
     method = max(len(choice.method) for choice in chosen.values()) + 2
-    for phase in Phase:
-        if phase not in chosen:
-            yield f"  {phase.value:8} nobody"
+    routes = {route.role.value: route for route in decision.routes}
+    for name in dict.fromkeys((*chosen, *(phase.value for phase in Phase))):
+        if name not in chosen:
+            yield f"  {name:8} nobody"
             continue
-        choice = chosen[phase]
+        choice = chosen[name]
         parts = [_label(choice)] if choice.built else [_label(choice), "no adapter in this version"]
-        route = decision.route(phase)
-        if route is not None:
-            parts.append(f"routed with {', '.join(member.backend for member in route.members[1:])}")
-        yield f"  {phase.value:8} {choice.backend:{name}}{choice.method:{method}}{'; '.join(parts)}"
+        if name in routes:
+            parts.append(f"routed with {', '.join(member.backend for member in routes[name].members[1:])}")
+        yield f"  {name:8} {choice.backend:{width}}{choice.method:{method}}{'; '.join(parts)}"
+
+
+def _routes(decision: Decision) -> list[str]:
+    """The rows of the table that decide each step, by role and way to run."""
+    told = []
+    for route in decision.routes:
+        for run in RUNS:
+            sizes = [f"{rule} {rule.backend}" for rule in route.rules if rule.run == run]
+            if sizes:
+                told.append(f"{route.role.value}, {run}, nearest of: {'; '.join(sizes)}")
+    tables = dict.fromkeys(route.table for route in decision.routes if route.table)
+    told += (
+        [f"rows of table {', '.join(tables)}; a graph is of one backend, a replay picks"] if tables else []
+    )
+    heads = ["routes", *[""] * len(told)]
+    return [line for head, text in zip(heads, told, strict=False) for line in _wrap(head, text)]
 
 
 def _label(choice: PhaseChoice) -> str:
@@ -195,13 +218,13 @@ def _label(choice: PhaseChoice) -> str:
 def _because(decision: Decision) -> list[str]:
     """Evidence of each choice, and why a slow one had to do; what is common to phases once."""
     told: dict[str, list[str]] = {}
-    for phase, choice in _chosen(decision).items():
+    for name, choice in _chosen(decision).items():
         if not choice.evidence.startswith(SAME_BACKEND):
-            told.setdefault(choice.evidence, []).append(phase.value)
+            told.setdefault(choice.evidence, []).append(name)
         if isinstance(choice.verdict, Degraded):
             reason = choice.verdict.reason
             text = f"{choice.backend} is slow: {reason.allowed}"
-            told.setdefault(f"{text}; {reason.hint}" if reason.hint else text, []).append(phase.value)
+            told.setdefault(f"{text}; {reason.hint}" if reason.hint else text, []).append(name)
     texts = [f"{', '.join(phases)}: {evidence}" for evidence, phases in told.items()]
     heads = ["because", *[""] * len(texts)]
     return [line for head, text in zip(heads, texts, strict=False) for line in _wrap(head, text)]

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from anyattn.core.capabilities import Phase
+from anyattn.core.measure.bucket import Role
 from anyattn.core.select.explain import SAME_BACKEND
 from anyattn.core.select.options import Field, Option
 from anyattn.core.select.pages import kernel_page, page_candidates, splits
 from anyattn.core.select.rank import Rank
+from anyattn.core.select.stand_in import faster
 
 __all__ = ["Joint", "solve_joint"]
 
@@ -19,7 +21,10 @@ Fields = Mapping[Phase, Field]
 
 @dataclass(frozen=True)
 class Joint:
-    """One pool, and who serves each phase on it; verify and draft may be nobody."""
+    """One pool, and who serves each phase on it; verify and draft may be nobody.
+
+    `mixed`: whoever is measured to be faster in mixed steps than the backend of prefill; None = that one.
+    """
 
     page: int
     layout: str
@@ -27,11 +32,12 @@ class Joint:
     decode: Option
     verify: Option | None
     draft: Option | None
+    mixed: Option | None = None
 
-    def of(self, phase: Phase) -> Option | None:
-        """The option of a phase."""
+    def of(self, phase: Phase | Role) -> Option | None:
+        """The option of a phase or role."""
         option: Option | None = getattr(self, phase.value)
-        return option
+        return self.prefill if phase is Role.MIXED and option is None else option
 
 
 def _pairs(fields: Fields) -> list[tuple[Option, Option]]:
@@ -44,7 +50,10 @@ def _pairs(fields: Fields) -> list[tuple[Option, Option]]:
 
 
 def _follow(field: Field, roles: Sequence[tuple[str, Option]], page: int, layout: str) -> Option | None:
-    """The option for verify or draft: a leading role's backend if it fits the pool, else the best."""
+    """The option for verify or draft: a leading role's backend if it fits the pool, else the best.
+
+    In verification, whoever is measured to be faster than that stands in for it, at its place.
+    """
     leaders = {leader.record.name: role for role, leader in reversed(roles)}
     order = list(reversed(leaders))
 
@@ -57,9 +66,17 @@ def _follow(field: Field, roles: Sequence[tuple[str, Option]], page: int, layout
     if best is None:
         return None
     rank, name = best.rank, best.record.name
+    quicker = faster(field, best, fitting, page, layout) if name in leaders and not _named(roles) else None
+    if quicker is not None:
+        return replace(quicker, place=place(best))
     if name in leaders and rank.how in ("priority", "measured"):
         rank = Rank(name, "priority", f"{SAME_BACKEND}{leaders[name]}")
     return replace(best, rank=rank, place=place(best))
+
+
+def _named(roles: Sequence[tuple[str, Option]]) -> bool:
+    """Somebody named the backends of the leading roles: who follows them stays with them."""
+    return any(leader.rank.how in ("explicit", "environment", "pinned") for _, leader in roles)
 
 
 def _cost(option: Option | None) -> int:
@@ -82,12 +99,14 @@ def solve_joint(
     platform: str,
     page_size: int | None = None,
     layout: str | None = None,
+    mixed: Field | None = None,
 ) -> Joint | None:
     """The best pair that shares a pool, and the pool that suits all phases best; None if there is none.
 
     `required` phases must be served; the others may stay empty. An asked page or layout is the only one
     tried. Among the pools of a pair, the one where verify and draft fare best wins, then the one whose
-    pages fewest kernels read in pieces, then the platform's usual order.
+    pages fewest kernels read in pieces, then the platform's usual order. `mixed`: prefill's backends by
+    their times in mixed steps.
     """
     needed = [o.row for phase in required for o in fields[phase].options]
     for prefill, decode in _pairs(fields):
@@ -96,8 +115,15 @@ def solve_joint(
         found = [_fill(fields, prefill, decode, *pool) for pool in _pools(prefill, decode, pages, layouts)]
         complete = [joint for joint in found if all(joint.of(phase) for phase in required)]
         if complete:
-            return min(complete, key=_pool_cost)
+            return _with_mixed(min(complete, key=_pool_cost), mixed)
     return None
+
+
+def _with_mixed(joint: Joint, field: Field | None) -> Joint:
+    if field is None:
+        return joint
+    fitting = [o for o in field.options if kernel_page(o.row, joint.page, joint.layout) is not None]
+    return replace(joint, mixed=faster(field, joint.prefill, fitting, joint.page, joint.layout))
 
 
 def _fill(fields: Fields, prefill: Option, decode: Option, page: int, layout: str) -> Joint:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from anyattn.core.capabilities import BackendRecord, CapabilityRow, Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import Role
 from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.registry import Registry
 from anyattn.core.select.choices import Choice
 from anyattn.core.select.decision import Degraded, Rejected, Verdict
-from anyattn.core.select.measured import NO_TIMES, PhaseTimes, phase_times
+from anyattn.core.select.measured import NO_TIMES, RoleTimes, role_times
 from anyattn.core.select.rank import Rank, rank
 from anyattn.core.select.request import Request
 from anyattn.core.select.validate import judge_rows, validate
@@ -19,8 +20,8 @@ from anyattn.core.select.validate import judge_rows, validate
 __all__ = ["ROUTED", "Field", "Option", "survey"]
 
 
-ROUTED = (Phase.PREFILL, Phase.DECODE)
-"""Phases whose steps may be routed; verification and drafts stay with the backend that was decided."""
+ROUTED = (Phase.PREFILL, Phase.DECODE, Phase.VERIFY)
+"""Phases whose steps may be routed; drafts stay with the backend that was decided."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,20 @@ class Option:
 class Field:
     """All candidates of a phase. `open` are the options if nobody had chosen, `options` those in play.
 
-    `times` are the measured ones that count.
+    `role`: whose measured times count, which are `times`. Mixed steps are a field of prefill's rows.
     """
 
     phase: Phase
     verdicts: Mapping[str, Verdict]
     open: tuple[Option, ...]
     choice: Choice | None = None
-    times: PhaseTimes = NO_TIMES
+    times: RoleTimes = NO_TIMES
+    of_role: Role | None = None
+
+    @property
+    def role(self) -> Role:
+        """The phase's, unless another one is named."""
+        return self.of_role or Role.of(self.phase)
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -71,7 +78,7 @@ class Field:
 
     def relaxed(self) -> Field:
         """The field without its explicit choice."""
-        return Field(self.phase, self.verdicts, self.open, times=self.times)
+        return Field(self.phase, self.verdicts, self.open, times=self.times, of_role=self.of_role)
 
     def names(self) -> tuple[str, ...]:
         """Backends that pass on their own, best first."""
@@ -86,8 +93,9 @@ def survey(
     preferences: Sequence[Preference],
     tables: Sequence[MeasuredTable],
     choice: Choice | None,
+    role: Role | None = None,
 ) -> Field:
-    """Judge and rank all registered backends for one phase."""
+    """Judge and rank all registered backends for one phase. `role`: whose times rank them."""
     judged = {r.name: judge_rows(r, phase, request, facts) for r in registry.records()}
     passing = {
         name: [item for item in rows if not isinstance(item[1], Rejected)]
@@ -99,7 +107,7 @@ def survey(
         for r in registry.records()
     }
     rows = {name: [row for row, _ in items] for name, items in passing.items()}
-    times = phase_times(tables, phase, request, facts, rows)
+    times = role_times(tables, role or Role.of(phase), request, facts, rows)
     ranks = rank(tuple(passing), phase, request, facts, preferences, times)
     if len(ranks) == 1:
         ranks = (Rank(ranks[0].backend, "only", "no other backend passes"),)
@@ -111,4 +119,4 @@ def survey(
     if phase in ROUTED and choice is None:
         names = {registry.get(name).name for name in request.route or ()}
         options = [option for option in options if option.record.name in names] or options
-    return Field(phase, verdicts, tuple(sorted(options, key=lambda o: o.cost)), choice, times)
+    return Field(phase, verdicts, tuple(sorted(options, key=lambda o: o.cost)), choice, times, role)

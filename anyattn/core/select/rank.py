@@ -9,10 +9,10 @@ from anyattn.core.capabilities import ModelKind, Phase, Preference
 from anyattn.core.facts import HostFacts
 from anyattn.core.measure.compare import Comparison, compare, order
 from anyattn.core.select.explain import UNLISTED
-from anyattn.core.select.measured import NO_TIMES, PhaseTimes
+from anyattn.core.select.measured import NO_TIMES, RoleTimes
 from anyattn.core.select.request import Request
 
-__all__ = ["Rank", "rank"]
+__all__ = ["Rank", "rank", "told"]
 
 _ALSO = {Phase.VERIFY: Phase.PREFILL, Phase.DRAFT: Phase.DECODE}
 """Phases whose kernels are those of another: its list counts where they have none."""
@@ -49,7 +49,7 @@ def rank(
     request: Request,
     facts: HostFacts,
     preferences: Sequence[Preference],
-    times: PhaseTimes = NO_TIMES,
+    times: RoleTimes = NO_TIMES,
 ) -> tuple[Rank, ...]:
     """Backends best first. `names` come in registration order, which decides where nothing else does.
 
@@ -80,7 +80,7 @@ def _in_order(wanted: Sequence[str], fastest: Sequence[str]) -> list[str]:
     return [name for leader in ("", *fastest) for name in groups[leader]]
 
 
-def _with_time(entry: Rank, preferred: str, fastest: Sequence[str], times: PhaseTimes) -> Rank:
+def _with_time(entry: Rank, preferred: str, fastest: Sequence[str], times: RoleTimes) -> Rank:
     """What the times say of one backend: the fastest beside the preferred one, the others beside the fastest.
 
     Where the two are within the noise of each other, it's the list that decided.
@@ -93,15 +93,19 @@ def _with_time(entry: Rank, preferred: str, fastest: Sequence[str], times: Phase
     if not (seen.faster or seen.slower):
         within = f"measured within {seen.noise:.0%} of {rival}, {_where(seen, times)}"
         return Rank(entry.backend, "priority", f"{entry.evidence}; {within}")
+    return Rank(entry.backend, "measured", told(seen, rival, times))
+
+
+def told(seen: Comparison, rival: str, times: RoleTimes) -> str:
+    """How much faster or slower than the rival, over which buckets of which table."""
     ratio = 1 / seen.ratio if seen.faster else seen.ratio
     spread = sorted((1 / seen.lowest, 1 / seen.highest) if seen.faster else (seen.lowest, seen.highest))
     word = "faster" if seen.faster else "slower"
     extremes = f" ({spread[0]:.2f} to {spread[1]:.2f})" if seen.buckets > 1 else ""
-    text = f"{ratio:.2f} x {word} than {rival}{extremes}, {_where(seen, times)}"
-    return Rank(entry.backend, "measured", text)
+    return f"{ratio:.2f} x {word} than {rival}{extremes}, {_where(seen, times)}"
 
 
-def _where(seen: Comparison, times: PhaseTimes) -> str:
+def _where(seen: Comparison, times: RoleTimes) -> str:
     assert times.table is not None
     made, many = times.table.provenance, "s" if seen.buckets > 1 else ""
     return f"{seen.buckets} bucket{many} of table {times.table.name} ({made.device}, {made.date})"

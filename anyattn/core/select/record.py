@@ -9,6 +9,7 @@ from dataclasses import replace
 from anyattn import __version__
 from anyattn.core.capabilities import BackendRecord, Phase
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import Role
 from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.measure.use import TableUse
 from anyattn.core.registry import Registry
@@ -29,7 +30,7 @@ from anyattn.core.select.decision import (
 from anyattn.core.select.explain import phrase
 from anyattn.core.select.joint import Joint
 from anyattn.core.select.libraries import importable, providers_in_use
-from anyattn.core.select.measured import PhaseTimes, looked_at
+from anyattn.core.select.measured import RoleTimes, looked_at
 from anyattn.core.select.options import ROUTED, Field, Option
 from anyattn.core.select.pages import describe_pages, kernel_page
 from anyattn.core.select.request import Request
@@ -49,8 +50,13 @@ def record(
     fields: Mapping[Phase, Field],
     joint: Joint,
     tables: Sequence[MeasuredTable] = (),
+    mixed: Field | None = None,
 ) -> Decision:
-    """The decision, with a verdict on every backend in every phase. `tables` are those it was ranked by."""
+    """The decision, with a verdict on every backend in every phase.
+
+    `tables` are those it was ranked by, `mixed` prefill's backends in mixed steps.
+    """
+    told = _told(request, fields, mixed)
 
     def choice(phase: Phase, option: Option) -> PhaseChoice:
         return _choice(request, fields[phase], option, joint)
@@ -60,9 +66,9 @@ def record(
         for entry in registry.records()
         for field in fields.values()
     )
-    ranked = [fields[phase].times for phase in ROUTED if fields[phase].choice is None]
+    ranked = [field.times for field in told if field.choice is None]
     measured = looked_at(tables, facts, ranked)
-    routes = tuple(_routes(request, fields, joint))
+    routes = tuple(_routes(request, told, joint))
     return Decision(
         schema=SCHEMA,
         request=request,
@@ -72,19 +78,20 @@ def record(
         decode=choice(Phase.DECODE, joint.decode),
         verify=None if joint.verify is None else choice(Phase.VERIFY, joint.verify),
         draft=None if joint.draft is None else choice(Phase.DRAFT, joint.draft),
+        mixed=_mixed(request, mixed, joint, routes),
         candidates=candidates,
         versions=_versions(facts, joint),
         notes=(
             *_notes(wishes, fields, joint),
             *_measured_notes(measured, ranked),
-            *_route_notes(request, fields, routes),
+            *_route_notes(request, told, routes),
         ),
         routes=routes,
         measured=measured,
     )
 
 
-def _measured_notes(measured: Sequence[TableUse], ranked: Sequence[PhaseTimes]) -> Iterator[str]:
+def _measured_notes(measured: Sequence[TableUse], ranked: Sequence[RoleTimes]) -> Iterator[str]:
     """Which table isn't used, or what of one that is; nothing where every phase was chosen explicitly."""
     unused = [table for table in measured if not table.used] if ranked else []
     for table in unused:
@@ -93,32 +100,61 @@ def _measured_notes(measured: Sequence[TableUse], ranked: Sequence[PhaseTimes]) 
         yield from dict.fromkeys(f"measured: {text}" for times in ranked for text in times.remarks)
 
 
-def _routes(request: Request, fields: Mapping[Phase, Field], joint: Joint) -> Iterator[Route]:
-    """Phases where more than one backend is the fastest of some measured step."""
-    for phase in ROUTED if request.route is not None else ():
-        able = members(fields[phase], joint, request)
-        rules = rules_of(fields[phase], joint, tuple(able))
+def _told(request: Request, fields: Mapping[Phase, Field], mixed: Field | None) -> list[Field]:
+    """Fields whose measured times and routes are spoken of: those of steps that this process has."""
+    told = [fields[phase] for phase in ROUTED if phase is not Phase.VERIFY or request.speculative]
+    return [*told, *([mixed] if mixed is not None and mixed.times.routable else [])]
+
+
+def _routes(request: Request, told: Sequence[Field], joint: Joint) -> Iterator[Route]:
+    """Roles where more than one backend is the fastest of some measured step."""
+    for field in told if request.route is not None else ():
+        if joint.of(field.role) is None:
+            continue
+        able = members(field, joint, request)
+        rules = rules_of(field, joint, tuple(able))
         used = {rule.backend for rule in rules}
         first = next(iter(able))
         if used - {first}:
             names = [name for name in able if name == first or name in used]
-            chosen = tuple(_choice(request, fields[phase], able[name], joint) for name in names)
-            yield Route(phase, chosen, rules)
+            chosen = tuple(_choice(request, field, able[name], joint) for name in names)
+            table = field.times.table
+            yield Route(field.role, chosen, rules, "" if table is None else table.name)
 
 
-def _route_notes(request: Request, fields: Mapping[Phase, Field], routes: Sequence[Route]) -> Iterator[str]:
-    told = {route.phase: route for route in routes}
-    for phase in ROUTED if request.route is not None else ():
-        if phase in told:
-            shares = Counter(rule.backend for rule in told[phase].rules)
-            parts = ", ".join(f"{name} {count}" for name, count in shares.most_common())
-            yield f"{phase.value}: routed by measured steps ({parts})"
-        elif fields[phase].choice is not None:
-            yield f"{phase.value}: not routed, it was chosen explicitly"
+def _mixed(
+    request: Request, field: Field | None, joint: Joint, routes: Sequence[Route]
+) -> PhaseChoice | None:
+    """Who takes mixed steps, where that isn't simply whoever takes prefill.
+
+    Where prefill is routed and mixed steps have one winner, that one is told, so that they aren't routed
+    by the sizes of prefill.
+    """
+    if field is None or field.choice is not None:
+        return None
+    winner, routed = joint.of(field.role), {route.role for route in routes}
+    assert winner is not None
+    alone = field.times.routable and Role.PREFILL in routed and field.role not in routed
+    if joint.mixed is None and alone:
+        mine = [o for o in field.options if o.record.name == winner.record.name]
+        return _choice(request, field, next((o for o in mine if o.row == winner.row), winner), joint)
+    return None if joint.mixed is None else _choice(request, field, joint.mixed, joint)
+
+
+def _route_notes(request: Request, told: Sequence[Field], routes: Sequence[Route]) -> Iterator[str]:
+    routed = {route.role: route for route in routes}
+    for field in told if request.route is not None else ():
+        name = field.role.value
+        if field.role in routed:
+            shares = Counter(rule.backend for rule in routed[field.role].rules)
+            parts = ", ".join(f"{backend} {count}" for backend, count in shares.most_common())
+            yield f"{name}: routed by measured steps ({parts})"
+        elif field.choice is not None:
+            yield f"{name}: not routed, it was chosen explicitly"
         else:
             compared = "one backend is the fastest of every measured step"
             nothing = "no measured table compares backends for this model and device"
-            yield f"{phase.value}: not routed, {compared if fields[phase].times.routable else nothing}"
+            yield f"{name}: not routed, {compared if field.times.routable else nothing}"
 
 
 def _choice(request: Request, field: Field, option: Option, joint: Joint) -> PhaseChoice:

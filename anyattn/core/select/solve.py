@@ -8,6 +8,7 @@ from typing import Any
 
 from anyattn.core.capabilities import Phase, Preference
 from anyattn.core.facts import HostFacts
+from anyattn.core.measure.bucket import Role
 from anyattn.core.measure.shipped import tables_for
 from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.registry import Registry
@@ -53,8 +54,12 @@ def decide(
         phase: survey(phase, asked, facts, registry, preferences, tables, wishes.phases.get(phase))
         for phase in Phase
     }
-    joint = _solve(fields, _required(request, wishes), facts, wishes)
-    return record(request, facts, registry, wishes, fields, joint, tables)
+    mixed = None
+    if any(bucket.role is Role.MIXED for table in tables for bucket in table.entries):
+        wish = wishes.phases.get(Phase.PREFILL)
+        mixed = survey(Phase.PREFILL, asked, facts, registry, preferences, tables, wish, Role.MIXED)
+    joint = _solve(fields, _required(request, wishes), facts, wishes, mixed)
+    return record(request, facts, registry, wishes, fields, joint, tables, mixed)
 
 
 def _check_layout(layout: str | None, registry: Registry) -> None:
@@ -73,7 +78,11 @@ def _required(request: Request, wishes: Wishes) -> frozenset[Phase]:
 
 
 def _solve(
-    fields: Mapping[Phase, Field], required: frozenset[Phase], facts: HostFacts, wishes: Wishes
+    fields: Mapping[Phase, Field],
+    required: frozenset[Phase],
+    facts: HostFacts,
+    wishes: Wishes,
+    mixed: Field | None,
 ) -> Joint:
     needed = [field for phase, field in fields.items() if phase in required]
     failing = [f for f in needed if f.choice is not None and not f.options]
@@ -83,8 +92,9 @@ def _solve(
         if not field.options:
             raise refuse_nobody(field, facts, wishes)
     joint = solve_joint(
-        fields, required, platform=facts.platform, page_size=wishes.page_size, layout=wishes.layout
-    )
+        fields, required,
+        platform=facts.platform, page_size=wishes.page_size, layout=wishes.layout, mixed=mixed,
+    )  # fmt: skip
     if joint is None:
         raise refuse_pool(fields, facts, wishes)
     return joint

@@ -16,17 +16,18 @@ from anyattn.core.traits import Traits
 from anyattn.core.wrappers.shape_router import ShapeRouter
 from anyattn.errors import ConfigError
 
-__all__ = ["HybridBackend", "VerifyRoute"]
+__all__ = ["Child", "HybridBackend", "VerifyRoute"]
 
 VerifyRoute = Literal["prefill", "decode"]
 Child = AttentionBackend | ShapeRouter
+"""Who may serve a mode."""
 
 
 class HybridBackend(StepBackend):
     """Routes each mode to one child; a plan of the hybrid *is* the child's plan.
 
     DECODE and IDLE go to `decode`, TARGET_VERIFY to `verify` (one of the two by name, or a third
-    backend), DRAFT_EXTEND to `draft` where there is one, all else to `prefill`.
+    backend), DRAFT_EXTEND to `draft` and MIXED to `mixed` where there is one, all else to `prefill`.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class HybridBackend(StepBackend):
         decode: Child,
         verify: VerifyRoute | Child = "prefill",
         draft: Child | None = None,
+        mixed: Child | None = None,
     ) -> None:
         """Raises `ConfigError` if the children don't share one pool and request table."""
         if isinstance(verify, str) and verify not in ("prefill", "decode"):
@@ -42,7 +44,8 @@ class HybridBackend(StepBackend):
         if isinstance(verify, str):
             verify = decode if verify == "decode" else prefill
         self.prefill, self.decode, self.verify, self.draft = prefill, decode, verify, draft or prefill
-        distinct = tuple(dict.fromkeys((prefill, decode, verify, self.draft)))
+        self.mixed = mixed or prefill
+        distinct = tuple(dict.fromkeys((prefill, decode, verify, self.draft, self.mixed)))
         self.children = distinct
         if any(c.pool is not prefill.pool or c.table is not prefill.table for c in distinct):
             raise ConfigError("the backends of a hybrid share one pool and one request table")
@@ -54,6 +57,8 @@ class HybridBackend(StepBackend):
             return self.decode
         if mode is ForwardMode.TARGET_VERIFY:
             return self.verify
+        if mode is ForwardMode.MIXED:
+            return self.mixed
         return self.draft if mode is ForwardMode.DRAFT_EXTEND else self.prefill
 
     def routes(self, mode: ForwardMode) -> tuple[str, ...]:

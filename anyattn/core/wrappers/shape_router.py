@@ -28,18 +28,23 @@ from anyattn.errors import ConfigError, PlanError
 __all__ = ["ShapeRouter", "step_size"]
 
 
-def step_size(batch: ForwardBatch) -> tuple[float, float | None, float]:
-    """(requests, mean KV length, mean new tokens) of a step, padding left out, by what the host knows.
+def step_size(batch: ForwardBatch) -> tuple[float, float | None, float, float]:
+    """(requests, mean KV length, mean new tokens, prompts) of a step without padding, as the host knows it.
 
-    The KV length is the bound where only that is known, and None where nothing is.
+    The KV length is the bound where only that is known, and None where nothing is. Prompts are the requests
+    of a mixed step that don't decode, and its new tokens are theirs; other steps have 0.
     """
     real = max(1, batch.batch_size - batch.num_padding_requests)
-    new = max(0, batch.num_tokens - batch.num_padding_tokens) / real
+    tokens, prompts = max(0, batch.num_tokens - batch.num_padding_tokens), 0
+    new: float = tokens / real
+    if batch.forward_mode is ForwardMode.MIXED:
+        prompts = max(0, real - batch.num_decode)
+        new = max(0, tokens - batch.num_decode) / prompts if prompts else 1
     known = batch.host_lens
     if isinstance(known, Exact):
         lens = known.seq_lens[:real] if batch.num_padding_requests else known.seq_lens
-        return real, int(lens.sum()) / real, new
-    return real, known.max_seq_len if isinstance(known, UpperBound) else None, new
+        return real, int(lens.sum()) / real, new, prompts
+    return real, known.max_seq_len if isinstance(known, UpperBound) else None, new, prompts
 
 
 class ShapeRouter(StepBackend):
@@ -92,6 +97,14 @@ class ShapeRouter(StepBackend):
     def route_of(self, batch: ForwardBatch) -> str:
         """The member that takes this step when it's replayed."""
         return self._name(batch, GRAPH)
+
+    def why(self, batch: ForwardBatch, run: str = GRAPH) -> str:
+        """Who takes a step that is run so, and the row of the measured table that says it."""
+        name, size = self._name(batch, run), step_size(batch)
+        rule = None if batch.forward_mode is ForwardMode.IDLE else self.map.rule(run, *size)
+        if rule is None:
+            return f"{batch.forward_mode.value} ({run}): {name}, no rule speaks of this step"
+        return f"{batch.forward_mode.value} ({run}): {name}, as measured at {rule} ({rule.run})"
 
     def routed(self, mode: ForwardMode, route: str) -> StepBackend:
         """That member. Raises `ConfigError` for a name that none has."""
