@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from anyattn.backends.portable.triton import _even
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
@@ -22,7 +24,8 @@ from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton import mla
 from anyattn.kernels.triton.configs import choose_extend
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
-from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
+from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_mla_ranges, choose_splits
+from anyattn.kernels.triton.decode_launch import DecodeStep, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
 from anyattn.kernels.triton.metadata_launch import FusedFiller
 from anyattn.kernels.triton.mla_hopper_launch import mla_forms
@@ -34,10 +37,13 @@ _MANY = 1 << 20  # query rows of a long prefill
 
 @dataclass(eq=False)
 class _Step:
-    """`Plan.private`: tiles per plan group, and one split-KV workspace for all of its layers."""
+    """`Plan.private`: tiles per plan group, and what all of its layers share: how decode is dealt out, or one
+    split-KV workspace.
+    """
 
     kernel: mla.MLAStep
     tiles: dict[PlanGroup, MLATiles] = field(default_factory=dict)
+    decode: dict[PlanGroup, DecodeStep] = field(default_factory=dict)
     splits: dict[PlanGroup, mla.Partials] = field(default_factory=dict)
 
 
@@ -52,7 +58,7 @@ class TritonMLA(AttentionBackend):
                 "triton reads latent pools here", asked=type(self.pool).__name__, allowed="MLAPool"
             )
         self._latents = self.pool
-        self.compiler.filler = FusedFiller(self.table)
+        self.compiler.filler = FusedFiller(self.table, _dealt)
         self._caches: dict[int, mla.LatentCache] = {}
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
         self._invariant = config.deterministic is Determinism.BATCH_INVARIANT
@@ -63,7 +69,7 @@ class TritonMLA(AttentionBackend):
         return replace(base, shared_read_ends=SharedReadEnds.POST_REPLAY, kv_read=KVRead.READ_BACK)
 
     def plan_private(self, plan: Plan, *, in_capture: bool) -> None:
-        """Tiles, splits and workspace: functions of shapes and bounds, never of device values."""
+        """Tiles, ranges or splits, and workspace: functions of shapes and bounds, never of device values."""
         step = plan.private = _Step(
             mla.MLAStep(
                 self.table.req_to_token, plan.req_pool_indices, plan.seq_lens, plan.prefix_lens,
@@ -71,8 +77,10 @@ class TritonMLA(AttentionBackend):
             )
         )  # fmt: skip
         for group, heads in self.config.groups.max_q_heads.items():
-            step.tiles[group] = self._tiles(plan, group, heads)
-            workspace = self._workspace(plan, group, heads, step.tiles[group])
+            tiles = step.tiles[group] = self._tiles(plan, group, heads)
+            if plan.key.mode is ForwardMode.DECODE and not self._invariant:
+                step.decode[group] = self._decode_step(plan, group, heads, tiles, in_capture)
+            workspace = self._workspace(plan, group, heads, tiles)
             if workspace is not None:
                 step.splits[group] = workspace
 
@@ -88,20 +96,31 @@ class TritonMLA(AttentionBackend):
         decode = plan.key.mode is ForwardMode.DECODE
         return choose_mla(max(1, plan.max_q_len) * heads, stored.itemsize, self._arch, forms, decode=decode)
 
+    def _decode_step(
+        self, plan: Plan, group: PlanGroup, heads: int, tiles: MLATiles, in_capture: bool
+    ) -> DecodeStep:
+        """Ranges whose number depends on shapes alone: a graph serves any lengths with them."""
+        table, programs = plan.tables[group.table], mla.head_blocks(heads, tiles)
+        dealt = choose_mla_ranges(
+            max(1, plan.key.num_requests), programs, plan.max_kv_len, tiles, self._units,
+            even=_even(plan.batch, group, in_capture),
+        )  # fmt: skip
+        return DecodeStep.of(
+            self.table.req_to_token, plan.req_pool_indices, table.kv_start, table.kv_lens, None,
+            self.config.form.kernel_page, _sizes(group, heads), dealt,
+        )  # fmt: skip
+
     def _workspace(self, plan: Plan, group: PlanGroup, heads: int, tiles: MLATiles) -> mla.Partials | None:
-        """Splits of decodes and of verifications; other extends have rows enough."""
-        if self._invariant or plan.key.mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        """Splits of verifications; other extends have rows enough."""
+        if self._invariant or plan.key.mode is not ForwardMode.TARGET_VERIFY:
             return None
-        requests, tokens = max(1, plan.key.num_requests), plan.key.num_tokens
-        if plan.key.mode is ForwardMode.DECODE:
-            programs = requests * mla.head_blocks(heads, tiles)
-        else:
-            programs = requests * mla.extend_blocks(heads, max(1, plan.max_q_len), tiles)
+        blocks = mla.extend_blocks(heads, max(1, plan.max_q_len), tiles)
+        programs = max(1, plan.key.num_requests) * blocks
         splits = choose_splits(programs, plan.max_kv_len, tiles.block_n, self._units)
-        return mla.mla_partials(tokens, heads, group.v_head_dim, splits, self.pool.device)
+        return mla.mla_partials(plan.key.num_tokens, heads, group.v_head_dim, splits, self.pool.device)
 
     def replan(self, plan: Plan) -> None:
-        """Nothing: tiles and splits are a graph's own, and lengths are read on the device."""
+        """Nothing: tiles, ranges and splits are a graph's own, and lengths are read on the device."""
 
     def write_kv(self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """One launch for the latent and its rope part. A layer with shared KV stores nothing."""
@@ -109,15 +128,17 @@ class TritonMLA(AttentionBackend):
             self._cache(layer.layer_id).write(k, loc)
 
     def forward_decode(self, call: AttentionCall) -> None:
-        """Split-KV decode; batch-invariant steps take the extend's tiles, whoever else is there."""
+        """Decode of ranges; batch-invariant steps take the extend's tiles, whoever else is there."""
         method, step = call.plan.mla_method, call.plan.private
         if self._invariant or (method is not None and method.expands):
             self.forward_extend(call)
             return
-        spec = call.layer.spec
+        spec, dealt, work = call.layer.spec, step.decode[call.group], None
+        if spec.num_q_heads != dealt.heads.num_q:
+            work = pieces(call.q.shape[0], _sizes(call.group, spec.num_q_heads), dealt.tiles, call.q.device)
         mla.mla_decode(
-            call.q, self._cache(call.layer.layer_id), step.kernel, step.tiles[call.group], spec.scale,
-            spec.logit_cap, self._partials(call), call.out, call.lse,
+            call.q, self._cache(call.layer.layer_id), dealt, step.tiles[call.group], spec.scale,
+            spec.logit_cap, call.out, call.lse, work,
         )  # fmt: skip
 
     def forward_extend(self, call: AttentionCall) -> None:
@@ -181,3 +202,12 @@ class TritonMLA(AttentionBackend):
                 self.config.form.kernel_page,
             )
         return cache
+
+
+def _sizes(group: PlanGroup, heads: int) -> kernels.Heads:
+    return kernels.Heads(heads, 1, group.head_dim, group.v_head_dim)
+
+
+def _dealt(plan: Plan) -> Iterable[DecodeStep]:
+    """Decode steps whose ranges are filled with the plan's tables."""
+    return plan.private.decode.values() if isinstance(plan.private, _Step) else ()

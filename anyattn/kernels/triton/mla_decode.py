@@ -1,4 +1,7 @@
-"""Absorbed split-KV decode over latents: a tile of latents is loaded once and read as keys and as values."""
+"""Absorbed decode over latents: a tile of latents is loaded once and read as keys and as values.
+
+How requests are cut into ranges is `ranges.py`'s.
+"""
 
 # ruff: noqa: ANN001, ANN201, ANN202, RUF100  (inside a kernel, annotations mean constexpr to Triton)
 from __future__ import annotations
@@ -12,45 +15,25 @@ __all__ = ["mla_decode_kernel"]
 
 
 @triton.jit
-def mla_decode_kernel(
-    q, cache, source, req_rows, kv_lens, kv_scale, out, lse, part_out, part_lse,
-    q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t,
-    scale, cap, num_splits, min_tiles,
+def _stream(
+    q, cache, table, b, lo, hi, heads, q_t, q_h, c_page, c_row, logit_scale, cap,
     PAGE: tl.constexpr, SUB: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr,
+    HAS_CAP: tl.constexpr, UPCAST: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid `(num_splits * head_blocks * B,)`, splits fastest. `q [B, HEADS, RANK + ROPE]`, latent part first.
-
-    Partials: `part_out [B, HEADS, S, RANK]`, `part_lse [B, HEADS, S]`, natural log.
-    """
-    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    pid = tl.program_id(0)
-    split = pid % num_splits
-    pid = pid // num_splits
-    b = (pid // HEAD_BLOCKS).to(tl.int64)
-    heads = (pid % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """Latents `lo` to `hi` of request `b`: the softmax's state `(m, den, acc)`."""
     in_heads = heads < HEADS
     offs_c = tl.arange(0, BLOCK_C)
     offs_r = tl.arange(0, BLOCK_R)
     offs_n = tl.arange(0, BLOCK_N)
     in_c = (offs_c < RANK)[None, :]
     in_r = (offs_r < ROPE)[None, :]
-    length = tl.load(kv_lens + b)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits), min_tiles)
-    lo = split * per_split * BLOCK_N
-    hi = tl.minimum(lo + per_split * BLOCK_N, length)
-
-    q_row = q + b * q_t + heads[:, None] * q_h
+    q_row = q + b.to(tl.int64) * q_t + heads[:, None] * q_h
     query = tl.load(q_row + offs_c[None, :], mask=in_heads[:, None] & in_c, other=0.0)
     query_rope = tl.load(q_row + RANK + offs_r[None, :], mask=in_heads[:, None] & in_r, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
         query_rope = query_rope.to(tl.float32)
-    table = source + tl.load(req_rows + b) * source_row
-    stored = tl.load(kv_scale)
-    logit_scale = scale * stored
     base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
 
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -71,16 +54,86 @@ def mla_decode_kernel(
             qk = capped(qk, logit_scale, cap)
         qk = tl.where(live[None, :], qk, float("-inf"))
         m, den, acc = softmax_tile(qk, latent, m, den, acc, base2)
+    return m, den, acc
 
+
+@triton.jit
+def _finish(
+    m, den, acc, b, r, whole, used, stored, heads, out, lse, part_out, part_lse, out_t, out_h, lse_t,
+    HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_C: tl.constexpr, WRITE_LSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """To `out` where range `r` holds request `b` whole, else to its piece. Not `used`: a part without
+    keys.
+    """
+    in_heads = heads < HEADS
+    offs_c = tl.arange(0, BLOCK_C)
+    store_out = in_heads[:, None] & (offs_c < RANK)[None, :]
     acc = acc * (stored / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = tl.where(den == 0.0, float("-inf"), (m + tl.log2(den)) * 0.6931471805599453)
-    store_out = in_heads[:, None] & in_c
     if SPLIT:
-        slot = (b * HEADS + heads) * num_splits + split
-        tl.store(part_lse + slot, natural, mask=in_heads)
-        tl.store(part_out + slot[:, None] * RANK + offs_c[None, :], acc, mask=store_out & (hi > lo))
+        piece = (r + b).to(tl.int64) * HEADS + heads
+        part = used & (whole == 0)
+        tl.store(part_lse + piece, natural, mask=in_heads & part)
+        tl.store(part_out + piece[:, None] * RANK + offs_c[None, :], acc, mask=store_out & part)
+    o_ptr = out + b.to(tl.int64) * out_t + heads[:, None] * out_h + offs_c[None, :]
+    tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=store_out & whole)
+    if WRITE_LSE:
+        tl.store(lse + b.to(tl.int64) * lse_t + heads, natural, mask=in_heads & whole)
+
+
+@triton.jit
+def mla_decode_kernel(
+    q, cache, source, req_rows, kv_lens, ranges, kv_scale, out, lse, part_out, part_lse,
+    q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t, scale, cap,
+    PAGE: tl.constexpr, SUB: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_CAP: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr, WALK: tl.constexpr,
+    UPCAST: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid `(R * head_blocks,)`, heads fastest: they read the same latents at the same time.
+
+    `q [B, HEADS, RANK + ROPE]`, latent part first. `ranges int32 [R, FIELDS]`: see `ranges_kernel`. A request
+    that one range holds is written to `out`; a piece of one that several hold to row `range + request` of
+    `part_out [R + B, HEADS, RANK]` and `part_lse [R + B, HEADS]`, natural log. WALK: a range may hold several
+    requests.
+    """
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    r = tl.program_id(0) // HEAD_BLOCKS
+    heads = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    record = ranges + r * 16
+    b = tl.load(record)
+    at = tl.load(record + 1)
+    left = tl.load(record + 2)
+    row = tl.load(record + 4)
+    length = tl.load(record + 6)
+    stored = tl.load(kv_scale)
+    if WALK:
+        while left > 0:
+            tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+            stop = tl.minimum(left, tiles - at) + at
+            left -= stop - at
+            m, den, acc = _stream(
+                q, cache, source + row.to(tl.int64) * source_row, b, at * BLOCK_N,
+                tl.minimum(stop * BLOCK_N, length), heads, q_t, q_h, c_page, c_row, scale * stored, cap,
+                PAGE, SUB, HEADS, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_H, BLOCK_N, HAS_CAP, UPCAST, FLAT, WIDE,
+            )  # fmt: skip
+            row = tl.load(req_rows + b + 1, mask=left > 0, other=0).to(tl.int32)
+            length = tl.load(kv_lens + b + 1, mask=left > 0, other=0)
+            _finish(
+                m, den, acc, b, r, (at == 0) & (stop == tiles), stop > at, stored, heads, out, lse,
+                part_out, part_lse, out_t, out_h, lse_t, HEADS, RANK, BLOCK_C, WRITE_LSE, SPLIT,
+            )  # fmt: skip
+            at *= 0
+            b += 1
     else:
-        o_ptr = out + b * out_t + heads[:, None] * out_h + offs_c[None, :]
-        tl.store(o_ptr, acc.to(out.dtype.element_ty), mask=store_out)
-        if WRITE_LSE:
-            tl.store(lse + b * lse_t + heads, natural, mask=in_heads)
+        m, den, acc = _stream(
+            q, cache, source + row.to(tl.int64) * source_row, b, at * BLOCK_N,
+            tl.minimum((at + left) * BLOCK_N, length), heads, q_t, q_h, c_page, c_row, scale * stored, cap,
+            PAGE, SUB, HEADS, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_H, BLOCK_N, HAS_CAP, UPCAST, FLAT, WIDE,
+        )  # fmt: skip
+        whole = (at == 0) & (left == tl.maximum(tl.cdiv(length, BLOCK_N), 1))
+        _finish(
+            m, den, acc, b, r, whole, left > 0, stored, heads, out, lse,
+            part_out, part_lse, out_t, out_h, lse_t, HEADS, RANK, BLOCK_C, WRITE_LSE, SPLIT,
+        )  # fmt: skip

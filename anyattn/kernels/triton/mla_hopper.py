@@ -17,43 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["barrier", "mla_rows_kernel", "row_sizes", "start_copy", "tile_rows"]
+from anyattn.kernels.triton.mla_hopper_tiles import (
+    barrier,
+    first_of,
+    next_tile,
+    row_sizes,
+    start_copy,
+    tile_rows,
+)
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name until 3.6
-
-
-@gluon.jit
-def tile_rows(
-    table, n, lo, hi, rows, c_page, c_row, PAGE: gl.constexpr, FLAT: gl.constexpr
-):  # fmt: skip
-    """Element offsets, int64, of the tokens `n + rows` of a request. Beyond `hi` the last one is repeated, so
-    that every tile is finite and its scores need no more than a mask.
-    """
-    at = gl.minimum(n + rows, hi - 1)
-    slots = gl.load(table + at, mask=at >= lo, other=0).to(gl.int64)
-    if FLAT:  # noqa: SIM108
-        base = slots * c_row
-    else:
-        base = (slots // PAGE) * c_page + (slots % PAGE) * c_row
-    return gl.multiple_of(base, 16)
-
-
-@gluon.jit
-def start_copy(cache, base, latent, rope, RANK: gl.constexpr, ROPE: gl.constexpr, LOADS: gl.constexpr):
-    """Start copying a tile: rows at `base [N]` to `latent [N, RANK]`, `rope [N, ROPE]` in shared memory."""
-    row = cache + base[:, None]
-    columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
-    rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
-    async_copy.async_copy_global_to_shared(latent, row + columns[None, :])
-    async_copy.async_copy_global_to_shared(rope, row + RANK + rotated[None, :])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def row_sizes(latent, rope):
-    """The largest magnitude of each row of `[M, RANK]` and `[M, ROPE]`, 1 where there is none."""
-    size = gl.maximum(gl.max(gl.abs(latent.to(gl.float32)), 1), gl.max(gl.abs(rope.to(gl.float32)), 1))
-    return gl.where(size == 0.0, 1.0, size)
+__all__ = ["mla_rows_kernel"]
 
 
 @gluon.jit
@@ -79,94 +52,37 @@ def _thread_sums(p):
 
 
 @gluon.jit
-def mla_rows_kernel(
-    q, cache, source, req_rows, seq_lens, query_offsets, prefix_lens, cells, mask_indptr, kv_scale,
-    out, lse, part_out, part_lse,
-    q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t,
-    scale, num_requests, num_blocks, num_splits, min_tiles,
-    PAGE: gl.constexpr, HEADS: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-    BLOCK_N: gl.constexpr, DECODE: gl.constexpr, HAS_MASK: gl.constexpr, WRITE_LSE: gl.constexpr,
-    SPLIT: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, HELD: gl.constexpr,
+def _attend(
+    q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
+    query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
+    base, c_b, c_row, c_n, c_hi, c_left, stage,
+    b, offset, extend, t0, prefix, head0, lo, hi, q_t, q_h, c_page, c_token, source_row, scale,
+    PAGE: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, BLOCK_N: gl.constexpr,
+    HAS_MASK: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, HELD: gl.constexpr,
+    WALK: gl.constexpr,
 ):  # fmt: skip
-    """Grid `(num_splits * HEADS / PACK * num_blocks,)`, splits fastest, late row blocks (the longest) first.
-
-    RANK is 512. PACK heads of a token are rows of one block of `64 // PACK` tokens, as in
-    `mla_extend_kernel`; DECODE: a request has one token. HELD: a part of the queries stays in registers,
-    which spares shared memory, whose bandwidth bounds the scores.
-    Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural log.
+    """Keys `lo` to `hi` of a block of request `b`, whose first tile is on its way: sums `[64, RANK]`, their
+    log-sum-exp `[64]`; then the offsets and the place of the tile to be copied next, and the stage.
     """
     BLOCK_M: gl.constexpr = 64
-    TOKENS: gl.constexpr = BLOCK_M // PACK
-    HEAD_BLOCKS: gl.constexpr = HEADS // PACK
     GROUPS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_N // GROUPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, RANK // GROUPS, 16])
     VECTOR: gl.constexpr = 16 if FP8 else 8
     LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
-    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(  # `[M, 2]`: what both warpgroups found, in one thread
         [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]
     )  # fmt: skip
-    # Two values of 8 bits become fp16 in one instruction, bf16 in several; rows of queries are scaled to fit.
-    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
-
-    pid = gl.program_id(0)
-    split = pid % num_splits
-    pid = pid // num_splits
-    block = num_blocks - 1 - pid // HEAD_BLOCKS
-    if DECODE:
-        b = block
-        offset = block
-        extend = 1
-        t0 = 0
-        prefix = gl.load(seq_lens + b) - 1
-    else:
-        b = _find_request(query_offsets, block, num_requests, TOKENS)
-        offset = gl.load(query_offsets + b)
-        extend = gl.load(query_offsets + b + 1) - offset
-        t0 = (block - (offset // TOKENS + b)) * TOKENS
-        if t0 >= extend:
-            return
-        prefix = gl.load(prefix_lens + b)
-    head0 = (pid % HEAD_BLOCKS) * PACK
+    dtype: gl.constexpr = latents.dtype
     seq_len = prefix + extend
-    end = seq_len
-    if not HAS_MASK:  # the last key that a row of this block sees
-        end = gl.minimum(prefix + t0 + TOKENS, seq_len)
-    per_split = gl.maximum(gl.cdiv(gl.cdiv(end, BLOCK_N), num_splits), min_tiles) * BLOCK_N
-    lo = split * per_split
-    hi = gl.minimum(lo + per_split, end)
-    table = source + gl.load(req_rows + b) * source_row
-
-    STAGES: gl.constexpr = 1 if FP8 else 2
-    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
-
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
-    columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
-    rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
-    base = tile_rows(table, lo, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
-        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
-        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
-        start_copy(cache, base, raw.index(0), raw_rope.index(0), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-        start_copy(cache, base, raw.index(1), raw_rope.index(1), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    else:
-        start_copy(cache, base, latents.index(0), ropes.index(0), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
 
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LOADS))
     token = gl.minimum(t0 + row // PACK, extend - 1)
     at_q = q + (offset + token).to(gl.int64)[:, None] * q_t + (head0 + row % PACK)[:, None] * q_h
     if HELD:
-        query_b = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], SHARED)
-        query_c = gl.allocate_shared_memory(dtype, [BLOCK_M, 256], SHARED)
         query_b.store(gl.load(at_q + 128 + gl.arange(0, 128, gl.SliceLayout(0, LOADS))[None, :]))
         query_c.store(gl.load(at_q + 256 + gl.arange(0, 256, gl.SliceLayout(0, LOADS))[None, :]))
         row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LEFT))
@@ -175,16 +91,14 @@ def mla_rows_kernel(
         query_a = gl.load(at_l + gl.arange(0, 128, gl.SliceLayout(0, LEFT))[None, :])
         query_rope = gl.load(at_l + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LEFT))[None, :])
     else:
-        query = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
-        query_rope = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
-        whole = gl.load(at_q + columns[None, :])
-        whole_rope = gl.load(at_q + RANK + rotated[None, :])
+        whole = gl.load(at_q + gl.arange(0, RANK, gl.SliceLayout(0, LOADS))[None, :])
+        whole_rope = gl.load(at_q + RANK + gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))[None, :])
         if FP8:
             size = row_sizes(whole, whole_rope)
             whole = (whole.to(gl.float32) / size[:, None]).to(dtype)
             whole_rope = (whole_rope.to(gl.float32) / size[:, None]).to(dtype)
-        query.store(whole)
-        query_rope.store(whole_rope)
+        query_c.store(whole)
+        query_ropes.store(whole_rope)
 
     row = gl.arange(0, BLOCK_M, ROWS)
     token = t0 + row // PACK
@@ -206,8 +120,10 @@ def mla_rows_kernel(
     den = _thread_sums(nothing)  # summed over threads at the end only
     SPREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, den.type.layout))
     sums = gl.full([BLOCK_M, RANK], 0.0, gl.float32, SUMS)
-    stage = 0
     for n in range(lo, hi, BLOCK_N):
+        c_b, c_row, c_n, c_hi, c_left = next_tile(
+            req_rows, seq_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+        )  # fmt: skip
         if FP8:
             async_copy.wait_group(1)
             barrier()
@@ -220,19 +136,19 @@ def mla_rows_kernel(
         current = 0 if FP8 else stage
         latent = latents.index(current)
         rope = ropes.index(current).permute((1, 0))
-        s = warpgroup_mma(query_rope, rope, nothing, use_acc=False, is_async=True)
         if HELD:
+            s = warpgroup_mma(query_rope, rope, nothing, use_acc=False, is_async=True)
             s = warpgroup_mma(query_a, latent.slice(0, 128, 1).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(query_b, latent.slice(128, 128, 1).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(query_c, latent.slice(256, 256, 1).permute((1, 0)), s, is_async=True)
         else:
-            s = warpgroup_mma(query, latent.permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(query_ropes, rope, nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma(query_c, latent.permute((1, 0)), s, is_async=True)
         if FP8:
             start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
-            base = tile_rows(table, n + 3 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-            base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
         s = warpgroup_mma_wait(0, deps=[s])
         if HAS_MASK:
             inside = (n + key < hi)[None, :]
@@ -258,29 +174,177 @@ def mla_rows_kernel(
         # Waited for here: where it stays open over the loop's end, ptxas serialises all products (C7514).
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1
-    async_copy.wait_group(0)
 
     total = gl.convert_layout(gl.sum(gl.sum(den, 2), 1), ROWS)
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
     sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
-    row_s = gl.arange(0, BLOCK_M, ROWS)
-    row_o = gl.arange(0, BLOCK_M, gl.SliceLayout(1, SUMS))
+    return sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage
+
+
+@gluon.jit
+def _finish(
+    sums, natural, offset, t0, extend, head0, pieces, piece, whole, used, out, lse, part_out, part_lse,
+    out_t, out_h, lse_t,
+    HEADS: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """To `out` where a block is `whole`, else to row `(token * HEADS + head) * pieces + piece` of the
+    partials; not `used`: there were no keys, and nobody reads the sums.
+    """
+    BLOCK_M: gl.constexpr = 64
+    TOKENS: gl.constexpr = BLOCK_M // PACK
+    row_s = gl.arange(0, BLOCK_M, natural.type.layout)
+    row_o = gl.arange(0, BLOCK_M, gl.SliceLayout(1, sums.type.layout))
     valid_s = (t0 + row_s // PACK < extend) & (row_s < TOKENS * PACK)
     valid_o = (t0 + row_o // PACK < extend) & (row_o < TOKENS * PACK)
     token_s = (offset + t0 + row_s // PACK).to(gl.int64)
     token_o = (offset + t0 + row_o // PACK).to(gl.int64)
     head_s = head0 + row_s % PACK
     head_o = head0 + row_o % PACK
-    column_o = gl.arange(0, RANK, gl.SliceLayout(0, SUMS))
+    column_o = gl.arange(0, RANK, gl.SliceLayout(0, sums.type.layout))
     if SPLIT:
-        slot = (token_o * HEADS + head_o) * num_splits + split
-        gl.store(
-            part_out + slot[:, None] * RANK + column_o[None, :], sums, mask=(valid_o & (hi > lo))[:, None]
-        )
-        gl.store(part_lse + (token_s * HEADS + head_s) * num_splits + split, natural, mask=valid_s)
+        slot = (token_o * HEADS + head_o) * pieces + piece
+        part = valid_o & used & (whole == 0)
+        gl.store(part_out + slot[:, None] * RANK + column_o[None, :], sums, mask=part[:, None])
+        slot = (token_s * HEADS + head_s) * pieces + piece
+        gl.store(part_lse + slot, natural, mask=valid_s & (whole == 0))
+    at_o = out + token_o[:, None] * out_t + head_o[:, None] * out_h + column_o[None, :]
+    gl.store(at_o, sums.to(out.dtype.element_ty), mask=(valid_o & whole)[:, None])
+    if WRITE_LSE:
+        gl.store(lse + token_s * lse_t + head_s, natural, mask=valid_s & whole)
+
+
+@gluon.jit
+def mla_rows_kernel(
+    q, cache, source, req_rows, seq_lens, query_offsets, prefix_lens, cells, mask_indptr, ranges, kv_scale,
+    out, lse, part_out, part_lse,
+    q_t, q_h, c_page, c_token, source_row, out_t, out_h, lse_t,
+    scale, num_requests, num_blocks, num_splits, min_tiles,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
+    BLOCK_N: gl.constexpr, DECODE: gl.constexpr, HAS_MASK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    SPLIT: gl.constexpr, WALK: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr,
+    HELD: gl.constexpr,
+):  # fmt: skip
+    """Grid `(num_splits * HEADS / PACK * num_blocks,)`, splits fastest, late row blocks (the longest) first.
+
+    RANK is 512. PACK heads of a token are rows of one block of `64 // PACK` tokens, as in
+    `mla_extend_kernel`. HELD: a part of the queries stays in registers, which spares shared memory, whose
+    bandwidth bounds the scores. Partials: `part_out [T, HEADS, S, RANK]`, `part_lse [T, HEADS, S]`, natural
+    log. DECODE: requests of one token are dealt out; grid, ranges, WALK and partials as in
+    `mla_decode_kernel`.
+    """
+    BLOCK_M: gl.constexpr = 64
+    TOKENS: gl.constexpr = BLOCK_M // PACK
+    HEAD_BLOCKS: gl.constexpr = HEADS // PACK
+    VECTOR: gl.constexpr = 16 if FP8 else 8
+    LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Two values of 8 bits become fp16 in one instruction, bf16 in several; rows of queries are scaled to fit.
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
+
+    pid = gl.program_id(0)
+    if DECODE:
+        piece = pid // HEAD_BLOCKS
+        head0 = pid % HEAD_BLOCKS * PACK
+        b, at, left, row, length = first_of(ranges, piece)
+        tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
+        lo = at * BLOCK_N
+        hi = gl.minimum((at + left) * BLOCK_N, length)
+        c_left = left - gl.minimum(left, tiles - at)
     else:
-        at_o = out + token_o[:, None] * out_t + head_o[:, None] * out_h + column_o[None, :]
-        gl.store(at_o, sums.to(out.dtype.element_ty), mask=valid_o[:, None])
-        if WRITE_LSE:
-            gl.store(lse + token_s * lse_t + head_s, natural, mask=valid_s)
+        piece = pid % num_splits
+        pid = pid // num_splits
+        head0 = pid % HEAD_BLOCKS * PACK
+        block = num_blocks - 1 - pid // HEAD_BLOCKS
+        b = _find_request(query_offsets, block, num_requests, TOKENS)
+        offset = gl.load(query_offsets + b)
+        extend = gl.load(query_offsets + b + 1) - offset
+        t0 = (block - (offset // TOKENS + b)) * TOKENS
+        if t0 >= extend:
+            return
+        prefix = gl.load(prefix_lens + b)
+        end = prefix + extend
+        if not HAS_MASK:  # the last key that a row of this block sees
+            end = gl.minimum(prefix + t0 + TOKENS, end)
+        per_split = gl.maximum(gl.cdiv(gl.cdiv(end, BLOCK_N), num_splits), min_tiles) * BLOCK_N
+        lo = piece * per_split
+        hi = gl.minimum(lo + per_split, end)
+        row = gl.load(req_rows + b)
+        c_left = b * 0
+
+    STAGES: gl.constexpr = 1 if FP8 else 2
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
+    c_b, c_row, c_n, c_hi, c_left = next_tile(
+        req_rows, seq_lens, b, row, lo - BLOCK_N, hi, c_left, BLOCK_N, WALK
+    )  # fmt: skip
+    base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+    raw = latents
+    raw_rope = ropes
+    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
+        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
+        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
+    for i in gl.static_range(2 if FP8 else 1):
+        start_copy(cache, base, raw.index(i), raw_rope.index(i), RANK, ROPE, LOADS)
+        c_b, c_row, c_n, c_hi, c_left = next_tile(
+            req_rows, seq_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+        )  # fmt: skip
+        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+    # HELD: columns 128 to 256 and the rest, of which those before and the rope part aren't here.
+    query_b = weights
+    query_ropes = weights
+    if HELD:
+        query_b = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], SHARED)
+        query_c = gl.allocate_shared_memory(dtype, [BLOCK_M, 256], SHARED)
+    else:
+        query_c = gl.allocate_shared_memory(dtype, [BLOCK_M, RANK], SHARED)
+        query_ropes = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], SHARED)
+
+    stage = 0
+    if WALK:
+        while left > 0:
+            tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
+            stop = gl.minimum(left, tiles - at) + at
+            left -= stop - at
+            sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+                q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
+                query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
+                base, c_b, c_row, c_n, c_hi, c_left, stage,
+                b, b, 1, 0, length - 1, head0, at * BLOCK_N, gl.minimum(stop * BLOCK_N, length),
+                q_t, q_h, c_page, c_token, source_row, scale,
+                PAGE, PACK, RANK, ROPE, BLOCK_N, HAS_MASK, FLAT, FP8, WARPS, HELD, WALK,
+            )  # fmt: skip
+            length = gl.load(seq_lens + b + 1, mask=left > 0, other=0)
+            _finish(
+                sums, natural, b, 0, 1, head0, 1, piece.to(gl.int64) * HEADS, (at == 0) & (stop == tiles),
+                True, out, lse, part_out, part_lse, out_t, out_h, lse_t, HEADS, PACK, RANK, WRITE_LSE, SPLIT,
+            )  # fmt: skip
+            at *= 0
+            b += 1
+    else:
+        if DECODE:
+            offset = b
+            extend = 1
+            t0 = 0
+            prefix = length - 1
+            whole = (at == 0) & (left == tiles)
+            pieces = 1
+            piece = piece.to(gl.int64) * HEADS
+        else:
+            whole = not SPLIT
+            pieces = num_splits
+        sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+            q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
+            query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
+            base, c_b, c_row, c_n, c_hi, c_left, stage,
+            b, offset, extend, t0, prefix, head0, lo, hi, q_t, q_h, c_page, c_token, source_row, scale,
+            PAGE, PACK, RANK, ROPE, BLOCK_N, HAS_MASK, FLAT, FP8, WARPS, HELD, WALK,
+        )  # fmt: skip
+        _finish(
+            sums, natural, offset, t0, extend, head0, pieces, piece, whole, hi > lo,
+            out, lse, part_out, part_lse, out_t, out_h, lse_t, HEADS, PACK, RANK, WRITE_LSE, SPLIT,
+        )  # fmt: skip
+    async_copy.wait_group(0)

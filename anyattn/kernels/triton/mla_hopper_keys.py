@@ -16,66 +16,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyattn.kernels.triton.mla_hopper import barrier, row_sizes, start_copy, tile_rows
+from anyattn.kernels.triton.mla_hopper_tiles import (
+    barrier,
+    first_of,
+    next_tile,
+    row_sizes,
+    start_copy,
+    tile_rows,
+)
 
 __all__ = ["mla_keys_kernel"]
 
 
 @gluon.jit
-def mla_keys_kernel(
-    q, cache, source, req_rows, kv_lens, kv_scale, out, lse, part_out, part_lse,
-    q_t, q_h, c_page, c_row, source_row, out_t, out_h, lse_t, scale, num_splits, min_tiles,
+def _attend(
+    q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw, raw_rope, weights,
+    base, c_b, c_row, c_n, c_hi, c_left, stage,
+    b, lo, hi, head0, q_t, q_h, c_page, c_token, source_row, scale,
     PAGE: gl.constexpr, HEADS: gl.constexpr, BLOCK_H: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-    BLOCK_N: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr, FLAT: gl.constexpr,
-    FP8: gl.constexpr, WARPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, WALK: gl.constexpr,
 ):  # fmt: skip
-    """Grid `(num_splits * head_blocks * B,)`, splits fastest. Arguments as those of `mla_decode_kernel`."""
-    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    """Keys `lo` to `hi` of request `b`, whose first tile is on its way: sums `[RANK, BLOCK_H]`, their
+    log-sum-exp `[BLOCK_H]`; then the offsets and the place of the tile to be copied next, and the stage.
+    """
     GROUPS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_H // GROUPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_H, 16])
     VECTOR: gl.constexpr = 16 if FP8 else 8
     LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
-    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(BLOCK_H * 2, 16, 2)
-    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty  # as in `mla_rows_kernel`
-
-    pid = gl.program_id(0)
-    split = pid % num_splits
-    pid = pid // num_splits
-    b = (pid // HEAD_BLOCKS).to(gl.int64)
-    head0 = (pid % HEAD_BLOCKS) * BLOCK_H
-    length = gl.load(kv_lens + b)
-    per_split = gl.maximum(gl.cdiv(gl.cdiv(length, BLOCK_N), num_splits), min_tiles) * BLOCK_N
-    lo = split * per_split
-    hi = gl.minimum(lo + per_split, length)
-    table = source + gl.load(req_rows + b) * source_row
-
-    query = gl.allocate_shared_memory(dtype, [BLOCK_H, RANK], SHARED)
-    query_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, ROPE], SHARED)
-    STAGES: gl.constexpr = 1 if FP8 else 2
-    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_H], WEIGHTS)
+    dtype: gl.constexpr = query.dtype
 
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
     rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
-    base = tile_rows(table, lo, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
-        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
-        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
-        start_copy(cache, base, raw.index(0), raw_rope.index(0), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-        start_copy(cache, base, raw.index(1), raw_rope.index(1), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-    else:
-        start_copy(cache, base, latents.index(0), ropes.index(0), RANK, ROPE, LOADS)
-        base = tile_rows(table, lo + BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
-
     head = gl.minimum(head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOADS)), HEADS - 1)
-    at_q = q + b * q_t + head[:, None] * q_h
+    at_q = q + b.to(gl.int64) * q_t + head[:, None] * q_h
     whole = gl.load(at_q + columns[None, :])
     whole_rope = gl.load(at_q + RANK + rotated[None, :])
     if FP8:
@@ -96,8 +71,10 @@ def mla_keys_kernel(
     nothing = gl.full([BLOCK_N, BLOCK_H], 0.0, gl.float32, SCORES)
     sums = gl.full([RANK, BLOCK_H], 0.0, gl.float32, SUMS)
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SCORES))
-    stage = 0
     for n in range(lo, hi, BLOCK_N):
+        c_b, c_row, c_n, c_hi, c_left = next_tile(
+            req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+        )  # fmt: skip
         if FP8:
             async_copy.wait_group(1)
             barrier()
@@ -113,10 +90,9 @@ def mla_keys_kernel(
         s = warpgroup_mma(ropes.index(current), query_rope.permute((1, 0)), s, is_async=True)
         if FP8:
             start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
-            base = tile_rows(table, n + 3 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
         else:
             start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-            base = tile_rows(table, n + 2 * BLOCK_N, lo, hi, rows, c_page, c_row, PAGE, FLAT)
+        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
         s = warpgroup_mma_wait(0, deps=[s])
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
@@ -132,22 +108,116 @@ def mla_keys_kernel(
         acc = warpgroup_mma(latent.permute((1, 0)), weights, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1
-    async_copy.wait_group(0)
 
     total = gl.sum(den, 0)
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
     sums = sums * gl.convert_layout(factor, gl.SliceLayout(0, SUMS))[None, :]
-    head_s = head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(0, SCORES))
-    head_o = head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(0, SUMS))
-    component = gl.arange(0, RANK, gl.SliceLayout(1, SUMS))[:, None]
+    return sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage
+
+
+@gluon.jit
+def _finish(
+    sums, natural, b, r, whole, used, head0, out, lse, part_out, part_lse, out_t, out_h, lse_t,
+    HEADS: gl.constexpr, BLOCK_H: gl.constexpr, RANK: gl.constexpr, WRITE_LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """To `out` where range `r` holds request `b` whole, else to its piece. Not `used`: a part without
+    keys.
+    """
+    head_s = head0 + gl.arange(0, BLOCK_H, natural.type.layout)
+    head_o = head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(0, sums.type.layout))
+    component = gl.arange(0, RANK, gl.SliceLayout(1, sums.type.layout))[:, None]
     if SPLIT:
-        slot = (b * HEADS + head_o) * num_splits + split
-        used = (head_o < HEADS) & (hi > lo)
-        gl.store(part_out + slot[None, :] * RANK + component, sums, mask=used[None, :])
-        gl.store(part_lse + (b * HEADS + head_s) * num_splits + split, natural, mask=head_s < HEADS)
+        piece = (r + b).to(gl.int64) * HEADS
+        part = (head_o < HEADS) & used & (whole == 0)
+        gl.store(part_out + (piece + head_o)[None, :] * RANK + component, sums, mask=part[None, :])
+        gl.store(part_lse + piece + head_s, natural, mask=(head_s < HEADS) & used & (whole == 0))
+    at_o = out + b.to(gl.int64) * out_t + head_o[None, :] * out_h + component
+    gl.store(at_o, sums.to(out.dtype.element_ty), mask=((head_o < HEADS) & whole)[None, :])
+    if WRITE_LSE:
+        gl.store(lse + b.to(gl.int64) * lse_t + head_s, natural, mask=(head_s < HEADS) & whole)
+
+
+@gluon.jit
+def mla_keys_kernel(
+    q, cache, source, req_rows, kv_lens, ranges, kv_scale, out, lse, part_out, part_lse,
+    q_t, q_h, c_page, c_token, source_row, out_t, out_h, lse_t, scale,
+    PAGE: gl.constexpr, HEADS: gl.constexpr, BLOCK_H: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
+    BLOCK_N: gl.constexpr, WRITE_LSE: gl.constexpr, SPLIT: gl.constexpr, WALK: gl.constexpr,
+    FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Grid `(R * head_blocks,)`, heads fastest. Arguments as those of `mla_decode_kernel`."""
+    HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    VECTOR: gl.constexpr = 16 if FP8 else 8
+    LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(BLOCK_H * 2, 16, 2)
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty  # as in `mla_rows_kernel`
+
+    r = gl.program_id(0) // HEAD_BLOCKS
+    head0 = gl.program_id(0) % HEAD_BLOCKS * BLOCK_H
+    b, at, left, row, length = first_of(ranges, r)
+    lo = at * BLOCK_N
+    hi = gl.minimum((at + left) * BLOCK_N, length)
+    tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
+    c_b, c_row, c_n, c_hi = b, row, lo - BLOCK_N, hi
+    c_left = left - gl.minimum(left, tiles - at)
+
+    query = gl.allocate_shared_memory(dtype, [BLOCK_H, RANK], SHARED)
+    query_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, ROPE], SHARED)
+    STAGES: gl.constexpr = 1 if FP8 else 2
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_H], WEIGHTS)
+
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
+    c_b, c_row, c_n, c_hi, c_left = next_tile(
+        req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+    )  # fmt: skip
+    base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+    raw = latents
+    raw_rope = ropes
+    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
+        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
+        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
+    for i in gl.static_range(2 if FP8 else 1):
+        start_copy(cache, base, raw.index(i), raw_rope.index(i), RANK, ROPE, LOADS)
+        c_b, c_row, c_n, c_hi, c_left = next_tile(
+            req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+        )  # fmt: skip
+        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+
+    stage = 0
+    if WALK:
+        while left > 0:
+            tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
+            stop = gl.minimum(left, tiles - at) + at
+            left -= stop - at
+            sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+                q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw,
+                raw_rope, weights, base, c_b, c_row, c_n, c_hi, c_left, stage,
+                b, at * BLOCK_N, gl.minimum(stop * BLOCK_N, length), head0,
+                q_t, q_h, c_page, c_token, source_row, scale,
+                PAGE, HEADS, BLOCK_H, RANK, ROPE, BLOCK_N, FLAT, FP8, WARPS, WALK,
+            )  # fmt: skip
+            length = gl.load(kv_lens + b + 1, mask=left > 0, other=0)
+            _finish(
+                sums, natural, b, r, (at == 0) & (stop == tiles), True, head0, out, lse, part_out, part_lse,
+                out_t, out_h, lse_t, HEADS, BLOCK_H, RANK, WRITE_LSE, SPLIT,
+            )  # fmt: skip
+            at *= 0
+            b += 1
     else:
-        at_o = out + b * out_t + head_o[None, :] * out_h + component
-        gl.store(at_o, sums.to(out.dtype.element_ty), mask=(head_o < HEADS)[None, :])
-        if WRITE_LSE:
-            gl.store(lse + b * lse_t + head_s, natural, mask=head_s < HEADS)
+        sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+            q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw, raw_rope,
+            weights, base, c_b, c_row, c_n, c_hi, c_left, stage,
+            b, lo, hi, head0, q_t, q_h, c_page, c_token, source_row, scale,
+            PAGE, HEADS, BLOCK_H, RANK, ROPE, BLOCK_N, FLAT, FP8, WARPS, WALK,
+        )  # fmt: skip
+        _finish(
+            sums, natural, b, r, (at == 0) & (left == tiles), left > 0, head0, out, lse, part_out, part_lse,
+            out_t, out_h, lse_t, HEADS, BLOCK_H, RANK, WRITE_LSE, SPLIT,
+        )  # fmt: skip
+    async_copy.wait_group(0)

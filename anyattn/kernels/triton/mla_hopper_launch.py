@@ -11,9 +11,19 @@ from anyattn.kernels.triton.launch import interpreting, launch
 
 if TYPE_CHECKING:
     from anyattn.kernels.triton.configs.mla import MLATiles
+    from anyattn.kernels.triton.decode_launch import DecodeStep
     from anyattn.kernels.triton.mla import LatentCache, MLAStep
 
-__all__ = ["GLUON_VERSIONS", "PORTABLE", "launch_keys", "launch_rows", "mla_forms", "pack_of"]
+__all__ = [
+    "GLUON_VERSIONS",
+    "PORTABLE",
+    "launch_keys",
+    "launch_rows",
+    "launch_rows_decode",
+    "mla_forms",
+    "pack_of",
+    "walks",
+]
 
 GLUON_VERSIONS = ("3.6.", "3.7.")
 """Triton versions whose Gluon these kernels were compiled with; it has no stable interface yet."""
@@ -57,42 +67,76 @@ def launch_rows(
     parts: tuple[torch.Tensor, torch.Tensor, int],
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    decode: bool,
 ) -> None:
-    """Blocks of 64 query rows; `parts`: partial outputs and LSEs, and how many splits they are for."""
-    from anyattn.kernels.triton.mla_hopper import mla_rows_kernel
-
+    """Extend in blocks of 64 query rows; `parts`: partial outputs, LSEs, and how many splits they are for."""
     heads, requests = q.shape[1], step.req_rows.shape[0]
     pack = pack_of(heads, _ROWS)
-    num_blocks = q.shape[0] if decode else q.shape[0] // (_ROWS // pack) + requests
+    num_blocks = q.shape[0] // (_ROWS // pack) + requests
     part_out, part_lse, splits = parts
     unused = step.seq_lens
     cells = unused if step.mask_cells is None else step.mask_cells
     if cells.dtype is torch.bool:
         cells = cells.view(torch.uint8)
-    args = (
+    tensors = (
         q, cache.rows, step.source, step.req_rows, step.seq_lens, step.query_offsets, step.prefix_lens, cells,
-        unused if step.mask_indptr is None else step.mask_indptr, cache.scale,
+        unused if step.mask_indptr is None else step.mask_indptr, unused, cache.scale,
         out, unused if lse is None else lse, part_out, part_lse,
-        *_strides(q, cache, step, out, lse), scale, requests, num_blocks, splits, _min_tiles(splits),
     )  # fmt: skip
+    numbers = (requests, num_blocks, splits, 2 if splits > 1 else 1)
+    _rows(
+        q, cache, step.source, tiles, scale, tensors, numbers, num_blocks * splits, out, lse,
+        decode=False, mask=step.mask_cells is not None, split=splits > 1, walk=False,
+    )  # fmt: skip
+
+
+def launch_rows_decode(
+    q: torch.Tensor,
+    cache: LatentCache,
+    step: DecodeStep,
+    tiles: MLATiles,
+    scale: float,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Decode in blocks of 64 heads; `parts`: where pieces of cut requests go."""
+    unused, lens = step.ranges, step.kv_lens
+    tensors = (
+        q, cache.rows, step.source, step.req_rows, lens, unused, unused, unused, unused, step.ranges,
+        cache.scale, out, unused if lse is None else lse, *parts,
+    )  # fmt: skip
+    _rows(
+        q, cache, step.source, tiles, scale, tensors, (0, 0, 1, 1), step.tiles.num_ranges, out, lse,
+        decode=True, mask=False, split=step.tiles.split, walk=walks(step),
+    )  # fmt: skip
+
+
+def _rows(
+    q: torch.Tensor, cache: LatentCache, source: torch.Tensor, tiles: MLATiles, scale: float,
+    tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...], blocks: int, out: torch.Tensor,
+    lse: torch.Tensor | None, *, decode: bool, mask: bool, split: bool, walk: bool,
+) -> None:  # fmt: skip
+    from anyattn.kernels.triton.mla_hopper import mla_rows_kernel
+
+    heads = q.shape[1]
+    pack = pack_of(heads, _ROWS)
+    args = (*tensors, *_strides(q, cache, source, out, lse), scale, *numbers)
     constexprs = {
         "PAGE": cache.page, "HEADS": heads, "PACK": pack, "RANK": cache.rank, "ROPE": cache.rope,
-        "BLOCK_N": tiles.block_n, "DECODE": decode, "HAS_MASK": step.mask_cells is not None,
-        **_common(cache, tiles, splits, lse), "HELD": cache.rows.element_size() > 1,
+        "BLOCK_N": tiles.block_n, "DECODE": decode, "HAS_MASK": mask,
+        **_common(cache, tiles, lse, split, walk), "HELD": cache.rows.element_size() > 1,
     }  # fmt: skip
-    grid = (num_blocks * (heads // pack) * splits,)
+    grid = (blocks * (heads // pack),)
     launch(mla_rows_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
 def launch_keys(
     q: torch.Tensor,
     cache: LatentCache,
-    step: MLAStep,
+    step: DecodeStep,
     tiles: MLATiles,
     scale: float,
-    parts: tuple[torch.Tensor, torch.Tensor, int],
+    parts: tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -100,38 +144,40 @@ def launch_keys(
     from anyattn.kernels.triton.mla_hopper_keys import mla_keys_kernel
 
     heads = q.shape[1]
-    part_out, part_lse, splits = parts
     args = (
-        q, cache.rows, step.source, step.req_rows, step.seq_lens, cache.scale,
-        out, step.seq_lens if lse is None else lse, part_out, part_lse,
-        *_strides(q, cache, step, out, lse), scale, splits, _min_tiles(splits),
+        q, cache.rows, step.source, step.req_rows, step.kv_lens, step.ranges, cache.scale,
+        out, step.ranges if lse is None else lse, *parts, *_strides(q, cache, step.source, out, lse), scale,
     )  # fmt: skip
     constexprs = {
         "PAGE": cache.page, "HEADS": heads, "BLOCK_H": tiles.block_rows, "RANK": cache.rank,
-        "ROPE": cache.rope, "BLOCK_N": tiles.block_n, **_common(cache, tiles, splits, lse),
+        "ROPE": cache.rope, "BLOCK_N": tiles.block_n,
+        **_common(cache, tiles, lse, step.tiles.split, walks(step)),
     }  # fmt: skip
-    grid = (q.shape[0] * -(-heads // tiles.block_rows) * splits,)
+    grid = (step.tiles.num_ranges * -(-heads // tiles.block_rows),)
     launch(mla_keys_kernel, grid, args, constexprs, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
 
 
+def walks(step: DecodeStep) -> bool:
+    """Ranges may hold several requests."""
+    return step.tiles.split and not step.tiles.parts
+
+
 def _strides(
-    q: torch.Tensor, cache: LatentCache, step: MLAStep, out: torch.Tensor, lse: torch.Tensor | None
+    q: torch.Tensor, cache: LatentCache, source: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> tuple[int, ...]:
     rows, lse_t = cache.rows, 1 if lse is None else lse.stride(0)
     return (
-        q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), step.source.stride(0),
+        q.stride(0), q.stride(1), rows.stride(0), rows.stride(1), source.stride(0),
         out.stride(0), out.stride(1), lse_t,
     )  # fmt: skip
 
 
-def _min_tiles(splits: int) -> int:
-    return 2 if splits > 1 else 1
-
-
-def _common(cache: LatentCache, tiles: MLATiles, splits: int, lse: torch.Tensor | None) -> dict[str, Any]:
+def _common(
+    cache: LatentCache, tiles: MLATiles, lse: torch.Tensor | None, split: bool, walk: bool
+) -> dict[str, Any]:
     rows = cache.rows
     return {
-        "WRITE_LSE": lse is not None, "SPLIT": splits > 1,
+        "WRITE_LSE": lse is not None, "SPLIT": split, "WALK": walk,
         "FLAT": rows.stride(0) == rows.stride(1) * cache.page, "FP8": rows.element_size() == 1,
         "WARPS": tiles.num_warps,
     }  # fmt: skip

@@ -12,7 +12,9 @@ import torch
 
 from anyattn.kernels.triton import mla
 from anyattn.kernels.triton.aot import TARGETS, Entry, Target
-from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_splits
+from anyattn.kernels.triton.attention import Heads
+from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_mla_ranges
+from anyattn.kernels.triton.decode_launch import DecodeStep
 
 __all__ = ["ENTRIES", "HOPPER", "decode", "extend"]
 
@@ -44,15 +46,23 @@ def _step(tokens: int, mask: bool) -> mla.MLAStep:
     )  # fmt: skip
 
 
-def decode(heads: int, batch: int, fp8: bool, target: Target, tiles: MLATiles | None = None) -> None:
-    """Decode, and the merge of its splits where the chip's rule splits. `tiles`: not those of the table."""
+def decode(
+    heads: int, batch: int, fp8: bool, target: Target, tiles: MLATiles | None = None, even: bool = False
+) -> None:
+    """Decode, and the merge of what the chip's rule cuts. `tiles`: not those of the table."""
     tiles = tiles or choose_mla(heads, 1 if fp8 else 2, target.name.replace("_", ""))
-    programs = batch * mla.head_blocks(heads, tiles)
-    splits = choose_splits(programs, _CONTEXT, tiles.block_n, target.units)
+    ranges = choose_mla_ranges(
+        batch, mla.head_blocks(heads, tiles), _CONTEXT, tiles, target.units, even=even or batch == 1
+    )
+    own = _step(batch, False)
+    sizes = Heads(heads, 1, _RANK + _ROPE, _RANK)
+    step = DecodeStep.of(
+        own.source, own.req_rows[:batch], own.seq_lens[:batch], own.seq_lens[:batch], None, _PAGE, sizes,
+        ranges,
+    )  # fmt: skip
     mla.mla_decode(
-        _empty(batch, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, fp8), _step(batch, False),
-        tiles, 192**-0.5, None, mla.mla_partials(batch, heads, _RANK, splits, torch.device("meta")),
-        _empty(batch, heads, _RANK, dtype=torch.bfloat16), None,
+        _empty(batch, heads, _RANK + _ROPE, dtype=torch.bfloat16), _cache(target, fp8), step, tiles,
+        192**-0.5, None, _empty(batch, heads, _RANK, dtype=torch.bfloat16), None,
     )  # fmt: skip
 
 
@@ -83,6 +93,7 @@ def _entry(
 
 ENTRIES: tuple[Entry, ...] = (
     _entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False)),
+    _entry("mla-decode/16-heads-equal", partial(decode, 16, _BATCH, False, even=True)),
     _entry("mla-decode/16-heads-one-request", partial(decode, 16, 1, False)),
     _entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False)),
     # Reads aren't judged where a rope part of 64 bytes a token, or a mask, is read in small pieces.
@@ -107,8 +118,10 @@ def _hopper(name: str, build: Callable[[Target], None], tiles: MLATiles) -> Entr
 
 HOPPER: tuple[Entry, ...] = (
     _hopper("decode-16-heads", partial(decode, 16, _BATCH, False, tiles=_KEYS), _KEYS),
+    _hopper("decode-16-heads-equal", partial(decode, 16, _BATCH, False, tiles=_KEYS, even=True), _KEYS),
     _hopper("decode-16-heads-fp8", partial(decode, 16, _BATCH, True, tiles=_KEYS), _KEYS),
     _hopper("decode-128-heads", partial(decode, 128, _BATCH, False, tiles=_ROWS), _ROWS),
+    _hopper("decode-128-heads-equal", partial(decode, 128, _BATCH, False, tiles=_ROWS, even=True), _ROWS),
     _hopper("decode-128-heads-fp8", partial(decode, 128, _BATCH, True, tiles=_ROWS), _ROWS),
     _hopper("decode-128-heads-one-request", partial(decode, 128, 1, False, tiles=_ROWS), _ROWS),
     _hopper("extend-128-heads-mask", partial(extend, 128, 4, True, tiles=_ROWS), _ROWS),

@@ -7,10 +7,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from anyattn.kernels.triton.configs.choose import power_of_two
+from anyattn.kernels.triton.configs.choose import MIN_TILES, Decode, fitting_ranges, power_of_two
 from anyattn.kernels.triton.configs.rows import Tile
 
-__all__ = ["MLA", "MLARow", "MLATiles", "choose_mla", "choose_splits"]
+__all__ = ["MLA", "MLARow", "MLATiles", "choose_mla", "choose_mla_ranges", "choose_splits"]
 
 _SM90 = ("sm90",)
 _LARGE = ("sm80", "sm100", "sm103", "sm110")  # 160 KiB or more of shared memory a program
@@ -147,3 +147,27 @@ def choose_splits(programs: int, max_kv_len: int, block_n: int, units: int) -> i
     wanted = {*range(1, _FEW_SPLITS + 1), max(1, units // programs)}
     best: int = min(sorted(min(n, most) for n in wanted), key=cost)
     return best
+
+
+@functools.lru_cache(1024)
+def choose_mla_ranges(
+    requests: int, programs: int, max_kv_len: int, tiles: MLATiles, units: int, *, even: bool
+) -> Decode:
+    """How a decode step of `requests` is dealt out, `programs` (head blocks) a range.
+
+    `even`: requests are about equally long, and each is cut into as many parts; else all ranges are equal.
+    """
+    longest = max(1, -(-max_kv_len // tiles.block_n))
+    ranges, parts = requests, 0
+    if even:
+        parts = choose_splits(requests * programs, max_kv_len, tiles.block_n, units)
+        split = parts > 1
+        ranges *= parts
+    else:
+        split = longest > MIN_TILES
+        if split:
+            ranges = min(fitting_ranges(programs, units), requests * longest)
+    return Decode(
+        tiles.block_n, tiles.num_warps, tiles.num_stages, ranges, MIN_TILES, split,
+        parts=parts if split else 0,
+    )  # fmt: skip
