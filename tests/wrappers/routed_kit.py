@@ -82,13 +82,13 @@ def kit(every: int) -> dict[str, Any]:
     }
 
 
-def graphs() -> dict[str, Any]:
-    """The graph checks on the recorder: fa3, emulated, and triton."""
+def graphs(name: str) -> dict[str, Any]:
+    """The graph checks on the recorder, of one kind of step: fa3, emulated, and triton."""
     subject = graph_subject("fa3", "cpu", install_recordable("fa3").host, (ModelKind.DENSE,))
     subject = dataclasses.replace(subject, buckets=(1, 4))
     anyattn.create_backend = routing("triton", subject.host)
-    decode = next(s for s in subject.setups() if s.name == "decode")
-    results = list(run_setup(subject, decode, CHECKS, replays=3))
+    setup = next(s for s in subject.setups() if s.name == name)
+    results = list(run_setup(subject, setup, CHECKS, replays=3))
     return {
         "passed": sorted({r.check for r in results if r.passed}),
         "failed": [f"{r.setup} {r.check}: {r.faults}" for r in results if r.faults],
@@ -97,8 +97,8 @@ def graphs() -> dict[str, Any]:
 
 
 def main() -> None:
-    """`kit EVERY` or `graphs`."""
-    done = kit(int(sys.argv[2])) if sys.argv[1] == "kit" else graphs()
+    """`kit EVERY` or `graphs SETUP`."""
+    done = kit(int(sys.argv[2])) if sys.argv[1] == "kit" else graphs(sys.argv[2])
     print(json.dumps(done | {"seen": dict(SEEN)}))
 
 

@@ -275,3 +275,60 @@ def test_a_decision_with_routes_builds_routers(world: World) -> None:
     assert backend.route_of(world.decode(60)) == "large"
     assert backend.routed(ForwardMode.DECODE, "large") is router.members["large"]
     assert owner(router, backend.init_forward_metadata(world.decode(60))) == "large"
+
+
+def test_mixed_steps_and_verification_have_routers_of_their_own(world: World) -> None:
+    limits = anyattn.Limits(max_requests=4, max_tokens=64, max_context=64, max_draft_tokens=4)
+    decision = anyattn.select(SPECS, dtype=torch.float32, device="cpu", backend="torch_native",
+                              limits=limits, page_size=4)  # fmt: skip
+    verify = tuple(dataclasses.replace(decision.decode, backend=name) for name in ("torch_native", "large"))
+    mixed = tuple(dataclasses.replace(decision.prefill, backend=name) for name in ("torch_native", "other"))
+    routes = (
+        Route(
+            Role.VERIFY,
+            verify,
+            (RouteRule("graph", 1, 8, 2, "torch_native"), RouteRule("graph", 1, 64, 2, "large")),
+        ),
+        Route(
+            Role.MIXED,
+            mixed,
+            (RouteRule("eager", 2, 16, 8, "other", 1), RouteRule("eager", 2, 16, 8, "torch_native", 2)),
+        ),
+    )
+    backend = anyattn.create_backend(dataclasses.replace(decision, routes=routes), world.pool, world.table)
+    assert isinstance(backend, HybridBackend)
+    verifier, mixer = (backend.child(mode) for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.MIXED))
+    assert isinstance(verifier, ShapeRouter)
+    assert isinstance(mixer, ShapeRouter)
+    assert backend.child(ForwardMode.EXTEND) is backend.child(ForwardMode.DECODE) is mixer.first
+    assert backend.routes(ForwardMode.TARGET_VERIFY) == ("torch_native", "large")
+    assert backend.routes(ForwardMode.DECODE) == ("",)
+    loc = world.table.req_to_token[0, 50:52].tolist()
+    chain = ForwardBatch.verify([0], [50], [2], loc)
+    assert backend.route_of(chain) == "large"
+    assert verifier.why(chain) == "target_verify (graph): large, as measured at 1 x 64, 2 new (graph)"
+    rows = world.table.req_to_token
+    step = ForwardBatch.mixed([0, 1], [0, 20], [9, 1], [*rows[0, :9].tolist(), int(rows[1, 20])])
+    assert owner(mixer, backend.init_forward_metadata(step)) == "other"
+    assert mixer.why(step, "eager") == "mixed (eager): other, as measured at 2 x 16, 1 with 8 new (eager)"
+    assert mixer.why(ForwardBatch.idle()) == "idle (graph): torch_native, no rule speaks of this step"
+
+
+def test_a_backend_of_mixed_steps_alone(world: World) -> None:
+    decision = decided()
+    other = dataclasses.replace(decision.prefill, backend="other")
+    backend = anyattn.create_backend(dataclasses.replace(decision, mixed=other), world.pool, world.table)
+    assert isinstance(backend, HybridBackend)
+    served = {mode: backend.child(mode).config.name for mode in ForwardMode}
+    assert {mode for mode, name in served.items() if name == "other"} == {ForwardMode.MIXED}
+
+
+def test_rules_for_prompts_beside_decoding_requests() -> None:
+    """Two mixed steps whose means lie near each other, and which differ in their prompts."""
+    rules = [RouteRule("eager", 64, 4096, 2048, "a", 1), RouteRule("eager", 128, 2048, 1024, "b", 2)]
+    routes = RouteMap("first", rules)
+    assert routes.backend("eager", 64, 4128, 2048, 1) == "a"
+    assert routes.backend("eager", 128, 2587, 1024, 2) == "b"
+    assert routes.backend("eager", 90, 2900, 2048, 1) == "a"
+    assert routes.rule("eager", 128, 2587, 1024, 2) is rules[1]
+    assert str(rules[0]) == "64 x 4096, 1 with 2048 new"

@@ -38,8 +38,9 @@ def test_the_kit_passes_whoever_takes_the_step() -> None:
 
 
 @pytest.mark.interpreter
-def test_a_graph_for_each_route_keeps_its_promises() -> None:
-    found = run("graphs")
+@pytest.mark.parametrize("setup", ["decode", "target_verify, chain", "target_verify, tree (qlen_only)"])
+def test_a_graph_for_each_route_keeps_its_promises(setup: str) -> None:
+    found = run("graphs", setup)
     assert found["failed"] == []
     assert set(found["passed"]) == {"keeps-alive", "padding", "replays", "staging"}
     assert min(found["seen"]["graph fa3"], found["seen"]["graph triton"]) > 3

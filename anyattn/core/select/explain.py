@@ -197,13 +197,13 @@ def _routes(decision: Decision) -> list[str]:
     told = []
     for route in decision.routes:
         for run in RUNS:
-            sizes = [f"{rule} {rule.backend}" for rule in route.rules if rule.run == run]
+            sizes = [f"{rule}: {rule.backend}" for rule in route.rules if rule.run == run]
             if sizes:
-                told.append(f"{route.role.value}, {run}, nearest of: {'; '.join(sizes)}")
+                told.append(f"{route.role.value}, {run}, by the nearest of {'; '.join(sizes)}")
     tables = dict.fromkeys(route.table for route in decision.routes if route.table)
-    told += (
-        [f"rows of table {', '.join(tables)}; a graph is of one backend, a replay picks"] if tables else []
-    )
+    if tables:
+        text = "there is a graph for each backend, and a replay picks"
+        told.append(f"these are rows of table {', '.join(tables)}; {text}")
     heads = ["routes", *[""] * len(told)]
     return [line for head, text in zip(heads, told, strict=False) for line in _wrap(head, text)]
 
