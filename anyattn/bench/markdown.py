@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anyattn.bench.choice import routed_choice
+from anyattn.bench.routed import routed
 from anyattn.bench.summary import Spread, against_peers, group_of, grouped, head, policies, replay, times_of
 
 __all__ = ["markdown"]
@@ -13,13 +15,16 @@ Entry = Mapping[str, Any]
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Machine and limits, a table a workload, ratios to peers, policies, the replayed day."""
+    """Machine and limits, a table a workload, ratios to peers, policies, routed choice, the replayed day."""
     entries = document["cells"]
     lines = [*(f"{line}  " for line in head(document)), "", f"    {document['command']}", ""]
     for group, members in grouped(entries, group_of).items():
         lines += [f"## {group}", "", *_cells(members), ""]
     lines += _spreads("Backends against the fastest peer (its time over theirs)", against_peers(entries))
     lines += _spreads("Policies (their time over ours)", policies(entries))
+    for source, takers in routed(document).items():
+        title = f"Routed choice, by {source} (their time over ours)"
+        lines += _spreads(title, routed_choice(document, takers))
     day = replay(entries)
     if day:
         lines += ["## A day of chats, one layer", "", "| who | seconds of attention |", "| --- | --- |"]

@@ -20,7 +20,7 @@ from anyattn.core.measure.shipped import tables_for
 from anyattn.core.measure.table import MeasuredTable
 from anyattn.core.select.decision import Decision
 from anyattn.core.select.solve import decide
-from anyattn.errors import ConfigError, SelectionError
+from anyattn.errors import ConfigError, SelectionError, UnknownNameError
 
 __all__ = ["host_of", "label", "routed", "taker"]
 
@@ -91,7 +91,7 @@ def _takers(document: Mapping[str, Any], facts: HostFacts, tables: Sequence[Meas
         timed = [r["name"] for r in entry["results"] if r["kind"] == "backend"]
         try:
             name = _take(Cell.from_json(entry["cell"]), entry["mode"], facts, tables) if timed else ""
-        except SelectionError:
+        except (SelectionError, UnknownNameError):
             continue
         if name in timed:
             found[label(entry)] = name

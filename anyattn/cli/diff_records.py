@@ -9,7 +9,7 @@ __all__ = ["decision_changes", "host_changes"]
 
 Changes = dict[str, tuple[Any, Any]]
 
-_PHASES = ("prefill", "decode", "verify", "draft")
+_PHASES = ("prefill", "mixed", "decode", "verify", "draft")
 _CHOICE = ("backend", "method", "kernel_page", "how", "verdict")
 _MACHINE = ("platform", "arch", "device_name", "device_count", "memory_bytes", "num_units", "driver",
             "runtime", "python", "torch", "torch_build")  # fmt: skip
@@ -38,7 +38,8 @@ def _choice(choice: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _routes(decision: Mapping[str, Any]) -> dict[str, Any]:
-    return {r["phase"]: [m["backend"] for m in r["members"]] for r in decision.get("routes") or ()}
+    routes = decision.get("routes") or ()
+    return {r.get("role") or r["phase"]: [m["backend"] for m in r["members"]] for r in routes}
 
 
 def _verdicts(decision: Mapping[str, Any]) -> dict[str, str]:
