@@ -192,6 +192,11 @@ def _few_tokens(shape: Shape, long: int, one: dict[str, int]) -> Iterator[tuple[
         "few tokens on many keys, nothing stored",
         shape.case(**few, mode="draft_extend", kv="arguments", seed=65),
     )
+    beside = {"prefix_lens": (12, 5, 97, long), "extend_lens": (40, 9, 3, 1), **one}
+    yield "few tokens beside a chunk", shape.case(**beside, sinks=True, seed=66)
+    mixed = {**beside, "extend_lens": (40, 9, 1, 1), "mode": "mixed", "num_decode": 2}
+    yield "few tokens beside a chunk, a mixed step", shape.case(**mixed, window=45, seed=67)
+    yield "few tokens beside a chunk, scales", shape.case(**mixed, k_scale=0.5, v_scale=2.0, seed=68)
 
 
 def _kinds(shape: Shape, window: int) -> Iterator[tuple[str, Case]]:

@@ -11,7 +11,7 @@ from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
 from anyattn.kernels.triton.attention import Heads
 from anyattn.kernels.triton.configs.choose import power_of_two
-from anyattn.kernels.triton.configs.choose_verify import choose_few, choose_verify
+from anyattn.kernels.triton.configs.choose_verify import FEW_ROWS, choose_few, choose_verify, verify_row
 from anyattn.kernels.triton.verify_launch import ALL_COLUMNS, DRAFTS, NO_MASK, VerifyMasks, VerifyStep
 
 __all__ = ["few_step", "verify_step"]
@@ -20,8 +20,10 @@ FEW_SHARE = 0.3
 """Of the tiles that row blocks of 128 walk through, those of requests with few rows, from which on they are
 another kernel's: it reads keys at the rate of memory, but nothing is multiplied meanwhile. Estimated.
 """
-FEW_KEYS = 512
-"""Keys of such requests, times KV heads, a SM or CU: fewer aren't worth launches of their own. Estimated."""
+FEW_KEYS = 0.5
+"""Keys of such requests, times KV heads, a SM or CU, of those that a request must have to be cut at all:
+fewer aren't worth launches of their own. Estimated.
+"""
 _BLOCK = 128  # query rows
 
 
@@ -67,7 +69,8 @@ def few_step(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, power_of_two(_longest(plan, group, run)),
         max(heads.dim, heads.v_dim), itemsize, arch, units, kv_itemsize=kv_itemsize,
     )  # fmt: skip
-    if tiles is None or not _worthwhile(plan, group, heads, tiles.max_new, units):
+    least = FEW_KEYS * units * verify_row(arch, max(heads.dim, heads.v_dim), itemsize, FEW_ROWS).min_keys
+    if tiles is None or not _worthwhile(plan, group, heads, tiles.max_new, units, least):
         return None
     return VerifyStep.of(
         source, plan.req_pool_indices, table.kv_start, table.kv_lens, plan.query_offsets, plan.prefix_lens,
@@ -75,7 +78,7 @@ def few_step(
     )  # fmt: skip
 
 
-def _worthwhile(plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units: int) -> bool:
+def _worthwhile(plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units: int, least: float) -> bool:
     """The keys of requests with few rows are many, in themselves and of all that row blocks walk through."""
     exact, window = plan.batch.exact, group.table.window
     if plan.max_q_len <= max_new:
@@ -91,7 +94,7 @@ def _worthwhile(plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units:
     keys = exact.seq_lens if window is None else exact.seq_lens.clamp(max=window)
     walked = keys * (-(-new * heads.group // _BLOCK))
     few_keys, all_keys = int(walked[few_rows].sum()), int(walked.sum())
-    return few_keys * heads.num_kv >= FEW_KEYS * units and few_keys >= FEW_SHARE * all_keys
+    return few_keys * heads.num_kv >= least and few_keys >= FEW_SHARE * all_keys
 
 
 def _table(plan: Plan, group: PlanGroup) -> Table | None:

@@ -7,6 +7,7 @@ from anyattn.testing.mutants.patching import Mutant
 __all__ = ["MUTANTS"]
 
 _KERNELS = "anyattn.kernels.triton.verify"
+_BESIDE = ("few tokens beside",)
 _FEW = ("few tokens",)
 
 MUTANTS = (
@@ -58,5 +59,19 @@ MUTANTS = (
         old="if HAS_SINKS:",
         new="if HAS_SINKS and rows < 1:",
         names=_FEW,
+    ),
+    Mutant(
+        name="a request that neither kernel takes for its own",
+        where="anyattn.kernels.triton.extend:extend_kernel",
+        old="(extend <= few)",
+        new="(extend <= few + tl.minimum(few, 1))",
+        names=_BESIDE,
+    ),
+    Mutant(
+        name="keys of a few tokens taken for another kernel's",
+        where="anyattn.kernels.triton.ranges:few_keys_kernel",
+        old="tl.where(end - begin > max_new, 0, keys)",
+        new="tl.where(end - begin > 1, 0, keys)",
+        names=_BESIDE,
     ),
 )

@@ -17,8 +17,8 @@ from anyattn.kernels.triton.configs.aot_attention import (
     empty,
     variant_of,
 )
-from anyattn.kernels.triton.configs.choose_verify import choose_verify
-from anyattn.kernels.triton.verify_launch import DRAFTS, VerifyMasks, VerifyStep, verify
+from anyattn.kernels.triton.configs.choose_verify import choose_few, choose_verify
+from anyattn.kernels.triton.verify_launch import DRAFTS, VerifyMasks, VerifyStep, fill_verify, verify
 
 __all__ = ["ENTRIES", "MORE", "verify_layer"]
 
@@ -26,16 +26,24 @@ _KEYS = 2048
 """So many may be cut everywhere."""
 
 
-def verify_layer(shape: Shape, target: Target) -> None:
-    """Verify and its merge: `new` tokens a request, its own from k and v where the shape is `direct`."""
+def verify_layer(shape: Shape, target: Target, *, among: bool = False) -> None:
+    """Verify and its merge: `new` tokens a request, its own from k and v where the shape is `direct`.
+
+    `among`: other requests have more tokens.
+    """
     heads, rows, tokens = shape.heads, shape.batch, shape.batch * shape.new
     cache = cache_of(shape, target)
-    itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize)
-    tiles = choose_verify(
-        rows, heads.num_kv, heads.group, shape.new, max(_KEYS, shape.context), max(heads.dim, heads.v_dim),
-        itemsize, target.name.replace("_", ""), 1 << 20, even=rows == 1,
-        kv_itemsize=cache.k.dtype.itemsize,
-    )  # fmt: skip
+    itemsize, kv_itemsize = max(shape.dtype.itemsize, cache.k.dtype.itemsize), cache.k.dtype.itemsize
+    keys, dim, arch = max(_KEYS, shape.context), max(heads.dim, heads.v_dim), target.name.replace("_", "")
+    if among:
+        tiles = choose_few(
+            rows, heads.num_kv, heads.group, keys, dim, itemsize, arch, 132, kv_itemsize=kv_itemsize
+        )
+    else:
+        tiles = choose_verify(
+            rows, heads.num_kv, heads.group, shape.new, keys, dim, itemsize, arch, 1 << 20, even=rows == 1,
+            kv_itemsize=kv_itemsize,
+        )  # fmt: skip
     assert tiles is not None
     masks = VerifyMasks()
     if shape.mask:
@@ -45,8 +53,9 @@ def verify_layer(shape: Shape, target: Target) -> None:
         )  # fmt: skip
     step = VerifyStep.of(
         empty(257, 32768), empty(rows, dtype=torch.int64), empty(rows), empty(rows), empty(rows + 1),
-        empty(rows), shape.page, heads, tiles, masks,
+        empty(rows), shape.page, heads, tiles, masks, among=among,
     )  # fmt: skip
+    fill_verify(step)
     new = (heads.num_kv, heads.dim), (heads.num_kv, heads.v_dim)
     k, v = (empty(tokens, *each, dtype=shape.dtype) for each in new) if shape.direct else (None, None)
     verify(
@@ -58,14 +67,14 @@ def verify_layer(shape: Shape, target: Target) -> None:
 
 def _entry(
     name: str, shape: Shape, kernel: str = "verify_kernel", *, targets: Sequence[str] | None = None,
-    spills: Mapping[str, str] | None = None,
+    among: bool = False, spills: Mapping[str, str] | None = None,
 ) -> Entry:  # fmt: skip
     chips = targets or (FP8_TARGETS if shape.fp8 else tuple(TARGETS))
     main = kernel == "verify_kernel"
     reads = 1 if shape.fp8 else shape.dtype.itemsize
     return Entry(
-        name, partial(verify_layer, shape), chips, kernel, main and shape.dtype is not torch.float32,
-        spills or {}, reads if main else 0,
+        name, partial(verify_layer, shape, among=among), chips, kernel,
+        main and shape.dtype is not torch.float32, spills or {}, reads if main else 0,
     )  # fmt: skip
 
 
@@ -85,6 +94,8 @@ ENTRIES: tuple[Entry, ...] = (
 """Chains and trees, the two ways of cutting, one of each feature."""
 
 MORE: tuple[Entry, ...] = (
+    _entry("few-keys/128-requests", replace(_CHAIN, batch=128), "few_keys_kernel", among=True),
+    _entry("verify/d128-few-among-many", replace(_CHAIN, batch=128), among=True, spills=_BETWEEN),
     _entry("verify/d128-walk", replace(_CHAIN, batch=16), spills=_BETWEEN),
     _entry("verify/d128-16-rows", replace(_CHAIN, batch=32, new=4)),
     _entry("verify/d128-tree-in-a-window", replace(_TREE, window=4096), spills=_BETWEEN),
