@@ -27,6 +27,8 @@ __all__ = ["FlexAttention"]
 
 _TILE = 128
 """Query rows of a tile, and keys of a block of gathered KV: FlexAttention's own default."""
+_FEW = 16
+"""Rows of a block that heads of a group fill where there are no more of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,9 @@ class FlexAttention(AttentionBackend):
         cpu = self.pool.device.type == "cpu"
         # Without fused kernels the scores of half-precision inputs would be rounded to it.
         self._compute = torch.float32 if cpu else config.dtype
+        # One tile would make a kernel of its own, where kernels are compiled.
+        self._least = 1 if cpu else 2
+        self._scales: dict[tuple[PlanGroup, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._num_pages = {
             config.groups.locate(PlanGroup.of(spec)): self._pages_of(layer)
             for layer, spec in enumerate(self.pool.specs)
@@ -126,10 +131,12 @@ class FlexAttention(AttentionBackend):
         k, v = self._keys(call, step.tiles, group)
         lengths = (q.shape[2], k.shape[2])
         mask = block_mask(group.blocks, (group.q_block, self._kv_block()), lengths)
-        out, lse = self._kernel(call, q, k, v, group)(q, k, v, mask)
+        out, lse = self._kernel(q, k, v, call.group, group)(
+            q, k, v, mask, *self._numbers(call.group, q.shape[1])
+        )
         spec = call.layer.spec
         if step.tiles.pack is None:  # heads of a group are rows: already in order
-            out, lse = (x.reshape(-1, spec.num_q_heads, *x.shape[3:]) for x in (out, lse))
+            out, lse = (x.reshape(-1, spec.num_q_heads, *x.shape[3:])[: call.q.shape[0]] for x in (out, lse))
         else:
             out, lse = step.tiles.join(out.transpose(1, 2)), step.tiles.join(lse.transpose(1, 2))
         state = AttentionState(out, lse.float()).finalise(call.layer.sinks)
@@ -144,21 +151,22 @@ class FlexAttention(AttentionBackend):
         if key.num_tokens == 0 or plan.max_q_len == 0:
             return None
         if key.mode is ForwardMode.DECODE:
-            request = torch.arange(key.num_requests, device=device)
-            zero = torch.zeros(key.num_requests, dtype=torch.int32, device=device)
-            return Tiles(1, request, zero, zero + 1)
+            tile = torch.arange(max(self._least, key.num_requests), device=device)
+            used = tile < key.num_requests
+            return Tiles(1, tile * used, torch.zeros_like(tile, dtype=torch.int32), used.int())
         assert plan.host_extend_lens is not None
         # Rows in steps of 16: a length of one would make a kernel of its own.
         rows = _TILE if self._paged else -(-plan.max_q_len // 16) * 16
-        return tile_queries(plan.host_extend_lens, key.num_tokens, rows, device, one_each=not self._paged)
+        return tile_queries(
+            plan.host_extend_lens, key.num_tokens, rows, device, one_each=not self._paged, least=self._least
+        )
 
     def _masked(self, plan: Plan, group: PlanGroup, tiles: Tiles, table: Table | None) -> _Group:
         kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
-        width = 0
-        q_block = _TILE
+        width, heads, q_block = 0, 1, _TILE
         if tiles.pack is None:  # its rows are the heads of a group: all in one block
             heads = self.config.groups.max_q_heads[group] // group.num_kv_heads
-            q_block = max(16, 1 << (heads - 1).bit_length())
+            q_block = _FEW if heads <= _FEW else -(-heads // _TILE) * _TILE
         prefix = plan.prefix_lens
         if table is None:  # encoder-only: the keys are the step's own, packed as its queries are
             prefix = torch.zeros_like(prefix)
@@ -170,7 +178,7 @@ class FlexAttention(AttentionBackend):
         else:
             width = self._width(plan, group.table.window)
             keys = Keys(table.kv_start, plan.seq_lens, _TILE, -(-width // _TILE))
-        blocks = block_lists(tiles, prefix, keys, kind, group.table.window, q_block)
+        blocks = block_lists(tiles, prefix, keys, kind, group.table.window, q_block, heads)
         gathered = None
         if table is not None and not self._paged:
             gathered = self._cells(plan, table, width)
@@ -188,8 +196,10 @@ class FlexAttention(AttentionBackend):
         """The table's slots as `[B, W]`, and where this step's tokens stand among them."""
         indptr, indices = table.csr
         column = torch.arange(width, device=self.pool.device, dtype=torch.int32)[None, :]
-        live = column < table.kv_lens[:, None]
-        at = torch.where(live, indptr[:-1, None] + column, torch.zeros_like(column))
+        spare = (0, max(0, self._least - table.kv_lens.shape[0]))
+        lens, first = (torch.nn.functional.pad(x, spare)[:, None] for x in (table.kv_lens, indptr[:-1]))
+        live = column < lens
+        at = torch.where(live, first + column, torch.zeros_like(column))
         slots = torch.where(live, indices[at], torch.zeros_like(indices[:1]))
         return _Gathered(width, slots.view(-1), live.view(-1, 1, 1), *self._own_cells(plan, table, width))
 
@@ -213,22 +223,29 @@ class FlexAttention(AttentionBackend):
         return self._page if self._paged else _TILE
 
     def _kernel(
-        self, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _Group
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan_group: PlanGroup, group: _Group
     ) -> Kernel:
         shape = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-        table = call.group.table
-        return compiled(
-            Specialisation(
-                shape, q.dtype, call.group.scale, call.group.logit_cap,
-                (call.kind, table.window, call.table is None, self._page, group.q_block), q.device.type,
-                (group.q_block, self._kv_block()),
-            )
-        )  # fmt: skip
+        capped, blocks = plan_group.logit_cap is not None, (group.q_block, self._kv_block())
+        return compiled(Specialisation(shape, q.dtype, capped, self._paged, q.device.type, blocks))
+
+    def _numbers(self, group: PlanGroup, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and cap of a group's layers, float32 `[heads of the kernel]`."""
+        found = self._scales.get((group, heads))
+        if found is None:
+            made = (None if x is None else torch.full((heads,), x, device=self.pool.device)
+                    for x in (group.scale, group.logit_cap))  # fmt: skip
+            scale, cap = made
+            assert scale is not None
+            found = self._scales[group, heads] = (scale, cap)
+        return found
 
     def _queries(self, call: AttentionCall, tiles: Tiles) -> torch.Tensor:
         """`[N, Hq, rows, D]`; of one token each: `[T, Hkv, G, D]`, so that a group reads its keys once."""
         q, spec = call.q.to(self._compute), call.layer.spec
         if tiles.pack is None:
+            few = tiles.request.shape[0] - q.shape[0]
+            q = torch.cat((q, q.new_zeros(few, *q.shape[1:]))) if few else q
             return q.view(q.shape[0], spec.num_kv_heads, spec.group_size, q.shape[2])
         return tiles.split(q).transpose(1, 2)
 

@@ -51,15 +51,21 @@ class Tiles:
 
 
 def tile_queries(
-    extend_lens: list[int], num_tokens: int, rows: int, device: torch.device, *, one_each: bool
-) -> Tiles:
-    """Tiles of `rows` from host lengths; `one_each`: exactly one a request, however few rows it has."""
+    extend_lens: list[int], num_tokens: int, rows: int, device: torch.device, *, one_each: bool,
+    least: int = 1,
+) -> Tiles:  # fmt: skip
+    """Tiles of `rows` from host lengths; `one_each`: exactly one a request, however few rows it has.
+
+    `least`: tiles at least, the rest without rows.
+    """
     lens = torch.tensor(extend_lens, dtype=torch.int64)
     counts = torch.ones_like(lens) if one_each else (lens + (rows - 1)) // rows
     request = torch.repeat_interleave(torch.arange(lens.shape[0]), counts)
     index = torch.arange(request.shape[0]) - (counts.cumsum(0) - counts)[request]
     first = index * rows
     count = (lens[request] - first).clamp_(0, rows)
+    spare = (0, max(0, least - request.shape[0]))
+    request, first, count = (torch.nn.functional.pad(x, spare) for x in (request, first, count))
     start = (lens.cumsum(0) - lens)[request] + first
     row = torch.minimum(torch.arange(rows)[None, :], (count - 1).clamp_min(0)[:, None])
     pack = (start[:, None] + row).clamp_max_(num_tokens - 1).view(-1)
@@ -78,7 +84,8 @@ class Keys:
         start, end: int32 `[B]`, positions of the first listed key and of the end.
         page: keys of a block of the kernel.
         table: int32 `[B, W]` pages of the pool, or None: keys are gathered, a column is a key.
-        pages: int32 `[B, pages of the pool]`, the page's place in the request (0, 1, …; -1: not its own).
+        pages: int32 `[B or more, pages of the pool]`, the page's place in the request (0, 1, …), -1 where it
+            isn't one of its own.
         blocks: blocks of a request at most.
     """
 
@@ -99,7 +106,8 @@ def pages_at(
     place = torch.where(live, column + (start // page)[:, None], torch.full_like(column, -1))
     # Cells behind a request's last page go to a column of their own, one past the pool's.
     target = torch.where(live, table, torch.full_like(table, num_pages)).long()
-    pages = torch.full((table.shape[0], num_pages + 1), -1, dtype=torch.int32, device=table.device)
+    rows = max(2, table.shape[0])  # a table of one row would make a kernel of its own
+    pages = torch.full((rows, num_pages + 1), -1, dtype=torch.int32, device=table.device)
     return pages.scatter_(1, target, place)
 
 
@@ -113,12 +121,13 @@ class Blocks:
 
 
 def block_lists(
-    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None, q_block: int
-) -> Blocks:
+    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None, q_block: int,
+    heads: int = 1,
+) -> Blocks:  # fmt: skip
     """Blocks that some row of a tile sees (`partial`), and those that all of them see whole (`full`).
 
     Rows of the tables are spans of `q_block` query rows; at least two of each axis, so that shapes of one
-    don't make kernels of their own.
+    don't make kernels of their own. Tiles without rows list nothing. `heads`: as in `mask_mod`.
     """
     spans = max(2, -(-tiles.rows // q_block))
     offset = torch.arange(spans, device=prefix.device, dtype=torch.int32)[None, :] * q_block
@@ -144,10 +153,11 @@ def block_lists(
     if keys.table is not None:
         rows = tiles.request[:, None, None]
         listed, entries = keys.table[rows, listed], keys.table[rows, entries.clamp_max(keys.blocks - 1)]
+    used = (tiles.count > 0)[:, None]
     return Blocks(
-        _lists((after - partial_from).clamp_min(0), listed),
-        _lists(full, entries),
-        mask_mod(tiles, prefix, keys, kind, window),
+        _lists((after - partial_from).clamp_min(0) * used, listed),
+        _lists(full * used, entries),
+        mask_mod(tiles, prefix, keys, kind, window, heads),
     )
 
 
@@ -156,33 +166,35 @@ def _lists(counts: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def mask_mod(
-    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None
+    tiles: Tiles, prefix: torch.Tensor, keys: Keys, kind: AttentionKind, window: int | None, heads: int = 1
 ) -> MaskMod:
-    """Visibility in positions: causal k <= p, window p - k < W (bidirectional: |p - k| < W)."""
+    """Visibility as two positions of each row, the first key seen and the end: causal k <= p, window
+    p - k < W (bidirectional: |p - k| < W). One function for all: a number in it would be a kernel of its own.
+
+    `heads`: rows that a tile of one token has, the heads of a group.
+    """
     row = torch.arange(tiles.rows, device=prefix.device, dtype=torch.int32)[None, :]
     last = (tiles.count - 1).clamp_min(0)[:, None]
     position = (prefix[tiles.request] + tiles.first)[:, None] + torch.minimum(row, last)
-    start, end = keys.start[tiles.request], keys.end[tiles.request]
-    causal, single = kind is AttentionKind.CAUSAL, tiles.pack is None
-
-    def seen(tile: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        # A tile of one token carries the heads of a group as its rows.
-        at = position[tile, 0] if single else position[tile, query]
-        visible = key < end[tile]
-        if causal:
-            visible = visible & (key <= at)
-        if window is not None:
-            visible = visible & (at - key < window)
-            if not causal:
-                visible = visible & (key - at < window)
-        return visible
-
+    if tiles.pack is None:
+        position = position.expand(-1, heads)
+    start, end = (x[tiles.request][:, None] for x in (keys.start, keys.end))
+    low = torch.zeros_like(position) if window is None else position - (window - 1)
+    high = end.expand_as(position)
+    if kind is AttentionKind.CAUSAL:
+        high = torch.minimum(high, position + 1)
+    elif window is not None:
+        high = torch.minimum(high, position + window)
+    if keys.pages is None:  # columns count from the first listed key
+        low, high = low - start, high - start
+    low, high = low.contiguous(), high.contiguous()
     if keys.pages is None:
-        return lambda b, h, q, k: seen(b, q, k + start[b])
+        return lambda b, h, q, k: (k >= low[b, q]) & (k < high[b, q])
     pages, page, request = keys.pages, keys.page, tiles.request
 
     def paged(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         place = pages[request[b], k // page]
-        return (place >= 0) & seen(b, q, place * page + k % page)
+        at = place * page + k % page
+        return (place >= 0) & (at >= low[b, q]) & (at < high[b, q])
 
     return paged

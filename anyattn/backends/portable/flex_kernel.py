@@ -1,5 +1,9 @@
 """FlexAttention as torch compiles it: one function per specialisation, bounded in its recompilations.
 
+Whatever a kernel can read from a tensor isn't baked into it: positions that bound a row, scale and cap.
+Sizes are symbols that stand for themselves: torch takes two that happen to be equal for one (four requests
+and four heads), and compiles again when they aren't. Sizes of one are avoided by `flex_blocks`.
+
 On CUDA the compiler writes a Triton kernel. On a CPU it writes none that returns the LSE (torch 2.13),
 takes 11 to 28 s of C++ for each variant, and gave NaN for paged masks in some runs; so there the same graph
 runs eagerly, its scores spelled out.
@@ -9,34 +13,39 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbols
 from torch.nn.attention import flex_attention as flex
 
 from anyattn.backends.portable.flex_blocks import Blocks
 
 __all__ = ["Kernel", "Specialisation", "block_mask", "compiled", "kernel_options"]
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
-"""`(q [N, H, rows, D], k [N or 1, Hkv, S, D], v [.., Dv], block mask) -> (out, natural-log lse)`."""
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""`(q [N, H, rows, D], k [N or 1, Hkv, S, D], v [.., Dv], block mask, scales [H], caps [H] or None)` to
+`(out, natural-log lse)`; scales and caps are float32."""
+
+_COMPILING = threading.RLock()
+_SYMBOLS: Any = symbols
 
 
 @dataclass(frozen=True)
 class Specialisation:
     """All that a compiled function bakes in. Shapes but head counts and sizes are dynamic.
 
-    `shape`: (query heads, KV heads, D, Dv) as the kernel sees them. `variant` tells mask forms apart.
+    `shape`: (query heads, KV heads, D, Dv) as the kernel sees them. `blocks`: of the mask, rows and keys.
     """
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
-    scale: float
-    logit_cap: float | None
-    variant: tuple[object, ...]
+    capped: bool
+    paged: bool
     device: str
     blocks: tuple[int, int]
 
@@ -47,14 +56,18 @@ def compiled(spec: Specialisation) -> Kernel:
     gqa = spec.shape[0] != spec.shape[1]
     aux = _lse_arguments()
     options: Any = kernel_options(spec)
-    scale = spec.scale
-    score_mod = None if spec.logit_cap is None else _capped(spec.logit_cap)
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scales: torch.Tensor,
+        caps: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        def scored(score: torch.Tensor, b: Any, h: Any, row: Any, key: Any) -> torch.Tensor:
+            if caps is None:
+                return score * scales[h]
+            return caps[h] * torch.tanh(score * scales[h] / caps[h])
+
         out, stats = flex.flex_attention(
-            q, k, v, score_mod, mask, scale=scale, enable_gqa=gqa, kernel_options=options, **aux
+            q, k, v, scored, mask, scale=1.0, enable_gqa=gqa, kernel_options=options, **aux
         )
         return out, (stats if isinstance(stats, torch.Tensor) else stats.lse)
 
@@ -64,20 +77,12 @@ def compiled(spec: Specialisation) -> Kernel:
     )
     backend = "eager" if spec.device == "cpu" else "inductor"
     result: Kernel = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
-    return result
 
+    def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with _COMPILING, _SYMBOLS.patch(use_duck_shape=False):
+            return result(*arguments)
 
-def _capped(cap: float) -> Callable[..., torch.Tensor]:
-    """`score -> cap * tanh(score / cap)` with the number in its code.
-
-    A float that the function merely captures becomes an input which the graph reads back as a number
-    (`_local_scalar_dense`), and Inductor refuses that inside a score function (torch 2.11, H200).
-    """
-    scope: dict[str, Any] = {"torch": torch}
-    source = f"def capped(score, b, h, q, k): return {cap!r} * torch.tanh(score / {cap!r})"
-    exec(compile(source, "<logit cap>", "exec"), scope)
-    made: Callable[..., torch.Tensor] = scope["capped"]
-    return made
+    return call
 
 
 def kernel_options(spec: Specialisation) -> dict[str, Any] | None:

@@ -181,7 +181,7 @@ def test_source_has_no_device_named() -> None:
 def test_tiles_divide_the_blocks_of_the_mask_and_fit(
     dtype: torch.dtype, dim: int, blocks: tuple[int, int]
 ) -> None:
-    spec = flex_kernel.Specialisation((8, 2, dim, dim), dtype, 0.1, None, (), "cuda", blocks)
+    spec = flex_kernel.Specialisation((8, 2, dim, dim), dtype, False, True, "cuda", blocks)
     options = flex_kernel.kernel_options(spec)
     assert options is not None
     rows, keys, stages = (options[name] for name in ("BLOCK_M", "BLOCK_N", "num_stages"))

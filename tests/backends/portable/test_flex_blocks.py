@@ -64,7 +64,7 @@ def _check(
         for span in range(-(-seen.shape[1] // 16)):
             rows = seen[n, span * 16 : span * 16 + 16]
             used = rows[: max(0, int(tiles.count[n]) - span * 16)]
-            some = {int(k) // page for k in rows.any(0).nonzero()}
+            some = {int(k) // page for k in used.any(0).nonzero()}
             listed = partial[1][n, 0, span, : int(partial[0][n, 0, span])].tolist()
             whole = full[1][n, 0, span, : int(full[0][n, 0, span])].tolist()
             assert len(listed) == len(set(listed))
