@@ -121,9 +121,22 @@ def _declared(declared: Declared, axis: str, value: Any) -> bool:
     return axis not in _ROW_AXES or any(declared.allows(row, axis, value) for row in declared.rows)
 
 
+_MANY = 16
+"""A row that lists more group sizes than this means a range."""
+
+
+def _telling(sizes: Sequence[int]) -> list[int]:
+    """Sizes themselves; of a range its ends, and those next to powers of two, where tiles change."""
+    if len(sizes) <= _MANY:
+        return list(sizes)
+    listed = set(sizes)
+    near = {power + step for power in (1 << n for n in range(16)) for step in (-1, 0, 1)}
+    return [g for g in sizes if g in near or not {g - 1, g + 1} <= listed]
+
+
 def _listed_heads(declared: Declared, sizes: Sizes) -> list[tuple[int, int]]:
     """One pair of head counts for each group size or count that a row lists."""
-    found = {(g, 1) for row in declared.rows for g in row.group_sizes}
+    found = {(g, 1) for row in declared.rows for g in _telling(row.group_sizes)}
     found |= {(q, max(1, q // 8)) for row in declared.rows for q in row.q_heads}
     return sorted(pair for pair in found if pair not in sizes.heads and pair[0] % pair[1] == 0)
 

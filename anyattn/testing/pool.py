@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
 from anyattn.testing.cases import parse_case
+from anyattn.testing.deck import Deck
 from anyattn.testing.kit import Result
 from anyattn.testing.plan import Item
 
@@ -67,7 +67,8 @@ class _Worker:
     def run(self, item: Item) -> Result:
         process = self._process
         if process is None:
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            # The workers are the parallelism: Inductor would start a pool of compilers in each of them.
+            environ = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ, "OMP_NUM_THREADS": "1"}
             process = self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
             )
@@ -119,28 +120,24 @@ def run_in_workers(
     host: str | None = None,
 ) -> list[Result]:
     """Results in the order of the items; with `host`, each worker puts its own stand-ins in place."""
-    waiting: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()
-    total = 0
-    for total, item in enumerate(items, start=1):
-        waiting.put((total - 1, item))
-    results: list[Result | None] = [None] * total
+    wanted = list(items)
+    deck = Deck(wanted)
+    results: list[Result | None] = [None] * len(wanted)
     command = [sys.executable, "-m", "anyattn.testing.worker", backend, device, *([host] if host else [])]
     lock = threading.Lock()
 
     def serve() -> None:
         worker = _Worker(command)
-        while True:
-            try:
-                index, item = waiting.get_nowait()
-            except queue.Empty:
-                break
-            result = results[index] = worker.run(item)
+        last: Item | None = None
+        while (taken := deck.take(last)) is not None:
+            index, last = taken
+            result = results[index] = worker.run(last)
             if done is not None:
                 with lock:
                     done(result)
         worker.close()
 
-    threads = [threading.Thread(target=serve) for _ in range(max(1, min(workers, total)))]
+    threads = [threading.Thread(target=serve) for _ in range(max(1, min(workers, len(wanted))))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -161,6 +161,31 @@ def test_other_lengths_and_batches_compile_next_to_nothing() -> None:
     assert counters["stats"]["unique_graphs"] - before <= 6
 
 
+@pytest.mark.parametrize("paged", [True, False])
+def test_where_kernels_are_compiled_any_batch_window_and_scale_shares_one(paged: bool) -> None:
+    """With the tiles that a GPU gets: one request, as many requests as heads, windows, kinds and scales."""
+    flex_kernel.compiled.cache_clear()
+    before = counters["stats"]["unique_graphs"]
+    turns: list[tuple[int, int | None, float | None, str]] = [
+        (3, None, None, "causal"), (1, None, None, "causal"), (4, 5, None, "causal"),
+        (2, None, 0.3, "causal"), (5, 40, None, "bidirectional"), (1, 5, 0.3, "bidirectional"),
+    ]  # fmt: skip
+    for seed, (count, window, scale, kind) in enumerate(turns):
+        case = Case(
+            prefix_lens=(37, 0, 5, 90, 2)[:count], extend_lens=(3, 20, 1, 17, 9)[:count], kind=kind,
+            num_q_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=16, window=window,
+            scale=scale, seed=seed,
+        )  # fmt: skip
+        world = World(case, backend="flex_attention")
+        world.backend = backend = _paged(world, 16) if paged else world.backend
+        assert isinstance(backend, FlexAttention)
+        backend._least = 2
+        report = judge(run_step(build_step(world)))
+        assert report.passed, str(report)
+    assert flex_kernel.compiled.cache_info().currsize == 1
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
 def test_declares_no_graph_and_ends_its_reads_with_planning() -> None:
     world = World(Case(prefix_lens=(4,), extend_lens=(2,)), backend="flex_attention")
     traits = world.backend.traits(anyattn.ForwardMode.EXTEND)
