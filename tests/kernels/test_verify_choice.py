@@ -3,7 +3,7 @@
 import pytest
 
 from anyattn.kernels.triton.configs import amd, nvidia
-from anyattn.kernels.triton.configs.choose_verify import Verify, choose_verify, verify_row
+from anyattn.kernels.triton.configs.choose_verify import Verify, choose_few, choose_verify, verify_row
 
 ARCHITECTURES = sorted({name for row in (*nvidia.EXTEND, *amd.EXTEND) for name in row.architectures})
 
@@ -23,8 +23,8 @@ def test_few_row_blocks_are_cut(batch: int, new: int, block: int, blocks: int) -
         got = chosen(batch, new, even=even)
         assert got is not None
         assert (got.block_m, got.row_blocks, got.max_new) == (block, blocks, new)
-        assert got.keys.split
-        slots = 132 if (batch, new) == (1, 16) else 2 * 132
+        assert got.keys.split is not (even and batch == 16)
+        slots = 132 if batch in (1, 16) and new < 128 else 2 * 132
         assert slots // 2 < got.keys.num_ranges * 8 * blocks <= slots, "two programs an SM, one of few tiles"
         assert (got.keys.parts > 1) is (even and 2 * batch * 8 * blocks <= slots)
 
@@ -37,6 +37,31 @@ def test_other_steps_are_extended(batch: int, new: int, context: int) -> None:
     assert chosen(batch, new, context) is None
 
 
+def test_where_programs_hold_whole_requests_tiles_are_wide() -> None:
+    """And nothing is merged, if lengths are known to be equal."""
+    for even, context, wide in ((False, 8192, True), (True, 8192, True), (False, 2048, False)):
+        got = chosen(16, 8, context, even=even)
+        assert got is not None
+        assert (got.keys.block_n == 128) is wide
+        assert (got.keys.parts, got.keys.split) == ((1, False) if even else (0, True))
+        assert not wide or got.keys.num_ranges == 16
+    for batch, group in ((14, 4), (17, 4), (16, 2)):  # idle SMs; more requests; fewer rows
+        got = chosen(batch, 8, group=group)
+        assert got is not None
+        assert got.keys.block_n == 64
+
+
+def test_few_rows_among_many_are_ranges() -> None:
+    got = choose_few(128, 8, 4, 8192, 128, 2, "sm90", 132)
+    assert got is not None
+    assert (got.block_m, got.row_blocks, got.max_new, got.keys.num_ranges) == (16, 1, 4, 33)
+    assert (got.keys.parts, got.keys.split) == (0, True)
+    assert choose_few(128, 8, 32, 8192, 128, 2, "sm90", 132) is None, "rows of one token are more"
+    short = choose_few(2, 8, 4, 64, 128, 2, "sm90", 132)
+    assert short is not None
+    assert short.keys.num_ranges == 2
+
+
 def test_programs_of_few_tiles_have_an_sm_alone() -> None:
     """The bound of 8,208 keys is 16k."""
     for context, slots in ((8192, 132), (16_384, 132), (32_768, 264)):
@@ -46,7 +71,7 @@ def test_programs_of_few_tiles_have_an_sm_alone() -> None:
 
 
 def test_a_graph_deals_ranges_out() -> None:
-    got = chosen(16, 8)
+    got = chosen(12, 8)
     assert got is not None
     assert (got.keys.num_ranges, got.keys.parts, got.keys.overlap) == (33, 0, 0)
     short = chosen(1, 16, 2048, even=True)

@@ -30,7 +30,7 @@ from anyattn.kernels.triton.configs import Decode, Extend, choose_decode, choose
 from anyattn.kernels.triton.configs.choose import kernel_arch, num_units, power_of_two
 from anyattn.kernels.triton.decode_launch import DecodeStep, decode, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
-from anyattn.kernels.triton.metadata_launch import FusedFiller
+from anyattn.kernels.triton.metadata_launch import compile_by_kernels
 from anyattn.kernels.triton.verify_launch import VerifyStep, fill_verify, verify
 
 __all__ = ["TritonAttention"]
@@ -82,7 +82,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(config)
         if not isinstance(self.pool, MHAPool):
             raise PoolError("triton reads MHA pools", asked=type(self.pool).__name__, allowed="MHAPool")
-        self.compiler.filler = FusedFiller(self.table, _dealt)
+        compile_by_kernels(self.compiler, self.table, _dealt)
         self._layers: dict[int, _Layer] = {}
         self._heads = {
             group: kernels.Heads(num_q, group.num_kv_heads, group.head_dim, group.v_head_dim)

@@ -16,15 +16,20 @@ from anyattn.kernels.triton.verify_launch import ALL_COLUMNS, DRAFTS, NO_MASK, V
 
 __all__ = ["few_step", "verify_step"]
 
-FEW_SHARE = 0.3
-"""Of the tiles that row blocks of 128 walk through, those of requests with few rows, from which on they are
-another kernel's: it reads keys at the rate of memory, but nothing is multiplied meanwhile. Estimated.
+READ = 1.1
+"""Time of a tile that is read alone, over that of one which is multiplied beside others. On an H200, 63 x (4k
++ 1) beside a chunk took 537 us in one launch, 278 for the chunk and 259 for the rest, which is the rate of
+memory: what can be gained is what the dealing of row blocks leaves idle.
 """
+LAUNCHES = 8
+"""Tiles that take the time of the launches that come on top."""
+FEW_SHARE = 0.3
+"""Of row blocks, those with few rows, from which on a captured graph, which serves any lengths, is split."""
 FEW_KEYS = 0.5
 """Keys of such requests, times KV heads, a SM or CU, of those that a request must have to be cut at all:
 fewer aren't worth launches of their own. Estimated.
 """
-_BLOCK = 128  # query rows
+_ROWS, _TILE, _BETWEEN = 128, 128, 2  # of a row block; tiles that one takes the time of between others
 
 
 def verify_step(
@@ -69,8 +74,9 @@ def few_step(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, power_of_two(_longest(plan, group, run)),
         max(heads.dim, heads.v_dim), itemsize, arch, units, kv_itemsize=kv_itemsize,
     )  # fmt: skip
-    least = FEW_KEYS * units * verify_row(arch, max(heads.dim, heads.v_dim), itemsize, FEW_ROWS).min_keys
-    if tiles is None or not _worthwhile(plan, group, heads, tiles.max_new, units, least):
+    row = verify_row(arch, max(heads.dim, heads.v_dim), itemsize, FEW_ROWS)
+    least = FEW_KEYS * units * row.min_keys
+    if tiles is None or not _worthwhile(plan, group, heads, tiles.max_new, units, least, row.few_gain):
         return None
     return VerifyStep.of(
         source, plan.req_pool_indices, table.kv_start, table.kv_lens, plan.query_offsets, plan.prefix_lens,
@@ -78,23 +84,47 @@ def few_step(
     )  # fmt: skip
 
 
-def _worthwhile(plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units: int, least: float) -> bool:
-    """The keys of requests with few rows are many, in themselves and of all that row blocks walk through."""
+def _worthwhile(
+    plan: Plan, group: PlanGroup, heads: Heads, max_new: int, units: int, least: float, gain: float
+) -> bool:
+    """Two launches take less time than the row blocks of all requests in one."""
     exact, window = plan.batch.exact, group.table.window
     if plan.max_q_len <= max_new:
         return False
     if exact is None:  # a captured graph: contexts of either kind may have any length
         few, others = plan.batch.num_decode, plan.key.num_tokens - plan.batch.num_decode
-        blocks = -(-others * heads.group // _BLOCK)
+        blocks = -(-others * heads.group // _ROWS)
         return few * heads.num_kv >= units and few >= FEW_SHARE * (few + blocks)
-    new = exact.extend_lens
+    new, keys = exact.extend_lens, exact.seq_lens
     few_rows = new <= max_new
     if not bool(few_rows.any()):
         return False
-    keys = exact.seq_lens if window is None else exact.seq_lens.clamp(max=window)
-    walked = keys * (-(-new * heads.group // _BLOCK))
-    few_keys, all_keys = int(walked[few_rows].sum()), int(walked.sum())
-    return few_keys * heads.num_kv >= least and few_keys >= FEW_SHARE * all_keys
+    read = keys[few_rows] if window is None else keys[few_rows].clamp(max=window)
+    total = int(read.sum()) * heads.num_kv
+    if total < least:
+        return False
+    many = ~few_rows
+    apart = _busiest(new[many], keys[many], window, heads, units)
+    split = apart + READ * total / _TILE / units + LAUNCHES
+    return _busiest(new, keys, window, heads, units) > gain * split
+
+
+def _busiest(new: torch.Tensor, keys: torch.Tensor, window: int | None, heads: Heads, units: int) -> int:
+    """Tiles of the program with most of them, as `extend_hopper_kernel` deals row blocks out; elsewhere
+    blocks begin as others end, and this is an estimate.
+    """
+    tokens = _ROWS // heads.group
+    counts = (new + (tokens - 1)) // tokens
+    request = torch.repeat_interleave(counts)
+    block = torch.arange(request.shape[0]) - (counts.cumsum(0) - counts)[request]
+    behind = (new[request] - (block + 1) * tokens).clamp(min=0)
+    seen = keys[request] - behind
+    if window is not None:
+        seen = seen.clamp(max=window + tokens)
+    tiles = ((seen + (_TILE - 1)) // _TILE + _BETWEEN).flip(0).repeat_interleave(heads.num_kv)
+    rounds = torch.nn.functional.pad(tiles, (0, -tiles.shape[0] % units)).view(-1, units)
+    load = rounds[::2].sum(0) + rounds[1::2].sum(0).flip(0)  # to and fro
+    return int(load.max())
 
 
 def _table(plan: Plan, group: PlanGroup) -> Table | None:

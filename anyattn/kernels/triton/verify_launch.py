@@ -147,7 +147,8 @@ class _Layer:
         }  # fmt: skip
         self.options = {"launch_pdl": True} if keys.overlap > 1 else {}
         self.merge_options = {"launch_pdl": True} if keys.overlap > 0 else {}
-        self.started: dict[tuple[Any, ...], tuple[Started, Started]] = {}
+        self.merges = keys.split
+        self.started: dict[tuple[Any, ...], tuple[Started, Started | None]] = {}
 
 
 def verify(
@@ -194,9 +195,10 @@ def verify(
     stream = torch._C._cuda_getCurrentRawStream(device)
     attends, merges = started
     attends.start(stream, layer.grid, q_at, k_at, v_at, out_at, lse_at, sinks_at, *strides, *own.values)
-    merges.start(
-        stream, layer.merge_grid, out_at, lse_at, sinks_at, out_t, out_h, strides[8], *merging.values
-    )
+    if merges is not None:
+        merges.start(
+            stream, layer.merge_grid, out_at, lse_at, sinks_at, out_t, out_h, strides[8], *merging.values
+        )
 
 
 def _layer(
@@ -212,7 +214,7 @@ def _layer(
 
 def _launch(
     layer: _Layer, step: VerifyStep, tensors: tuple[torch.Tensor | None, ...], strides: tuple[int, ...]
-) -> tuple[Started, Started] | None:
+) -> tuple[Started, Started | None] | None:
     """Both launches by the ordinary seam; on the direct path, how to repeat them."""
     own, merging = step.fixed
     keys = step.tiles.keys
@@ -220,11 +222,14 @@ def _launch(
         verify_kernel, (layer.grid,), (*tensors, *strides), layer.constexprs, (own, layer.fixed),
         num_warps=keys.num_warps, num_stages=keys.num_stages, **layer.options,
     )  # fmt: skip
-    merge = launch(
-        merge_verify_kernel, (layer.merge_grid,), (*tensors[3:], *strides[6:]), layer.merge_constexprs,
-        (merging,), num_warps=4, num_stages=1, **layer.merge_options,
-    )  # fmt: skip
+    merge = None
+    if layer.merges:
+        merge = launch(
+            merge_verify_kernel, (layer.merge_grid,), (*tensors[3:], *strides[6:]), layer.merge_constexprs,
+            (merging,), num_warps=4, num_stages=1, **layer.merge_options,
+        )  # fmt: skip
     if compiled is None:
         return None
     last = (*layer.fixed.values, *layer.constexprs.values())
-    return Started(compiled, last), Started(merge, tuple(layer.merge_constexprs.values()))
+    merging_last = tuple(layer.merge_constexprs.values())
+    return Started(compiled, last), None if merge is None else Started(merge, merging_last)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import anyattn
-from anyattn.backends.portable import triton_verify
 from anyattn.kernels.triton.launch import set_hook
 from anyattn.testing.interpreter import offer_triton
 
@@ -31,12 +30,6 @@ def launched() -> Iterator[list[str]]:
     previous = set_hook(lambda kernel, *_: bool(seen.append(kernel.__name__)))
     yield seen
     set_hook(previous)
-
-
-@pytest.fixture(autouse=True)
-def _any_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_verify, "FEW_SHARE", 0.1)
-    monkeypatch.setattr(triton_verify, "FEW_KEYS", 0)
 
 
 class Served:
@@ -144,15 +137,11 @@ def test_a_mixed_step_is_split(launched: list[str]) -> None:
     ("requests", "split"),
     [
         ([(70, 1), (41, 1), (9, 40)], True),
-        ([(70, 1), (9, 40), (100, 40), (100, 40)], False),  # few keys of all
         ([(5, 40), (100, 33)], False),  # no request with few rows
         ([(150, 1), (0, 100)], True),
     ],
 )
-def test_which_steps_are_split(
-    requests: list[tuple[int, int]], split: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_verify, "FEW_SHARE", 0.3)
+def test_which_steps_are_split(requests: list[tuple[int, int]], split: bool, launched: list[str]) -> None:
     Served().run(requests)
     assert launched[-1] == "extend_kernel"
     assert ("verify_kernel" in launched) is split

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from anyattn.core.hashing import hashed_once
 from anyattn.kernels.triton.configs.choose import (
+    GOOD_FILL,
     MIN_TILES,
     OVERLAP_TILES,
     Decode,
@@ -26,6 +27,11 @@ MASKED_ROWS = 32
 ALONE_TILES = 16
 """Programs of fewer tiles, by the bound of lengths, are not halved: on an H200 one request of 8k tokens and
 16 drafts (bound 16k) took 19.8 us with one an SM, 25.0 with two (FA3 19.5). From 31 tiles on two are faster.
+"""
+WIDE_TILES = 16
+"""On an H200, 16 x 8k + 8 took 145 us (page 64) and 149 (page 16) with one program of wide tiles a request,
+152 and 154 with two of narrow ones; 161 and 151 where lengths differed. FA3: 135, 138 and 162. Fewer tiles
+weren't measured.
 """
 
 
@@ -90,19 +96,21 @@ def choose_verify(
     tile = narrow.tile or _tile(dim, itemsize, arch)
     row_blocks = -(-rows // block_m)
     programs = kv_heads * row_blocks
+    whole = _whole(narrow, batch * programs, max_kv_len, units)
+    tile = whole or tile
     tiles = -(-max_kv_len // tile.block_n)
     if rows > row.max_rows or batch * programs > row.fill * units or max_kv_len < row.min_keys:
         return None
-    alone = batch * programs * tiles <= ALONE_TILES * units
+    alone = whole is not None or batch * programs * tiles <= ALONE_TILES * units
     slots, parts = (1 if alone else row.programs_per_unit) * units, 0
     if even:
         parts = min(slots // (batch * programs), -(-tiles // MIN_TILES))
-    if parts < 2:  # no room for equal parts of each: the chip is filled by unequal ones
+    if parts < 2 and whole is None:  # no room for equal parts: the chip is filled by unequal ones
         parts = 0
     ranges = batch * parts or min(fitting_ranges(programs, slots), batch * tiles)
     short = batch * tiles <= OVERLAP_TILES * ranges
     keys = Decode(
-        tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES,
+        tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES, split=parts != 1,
         overlap=row.overlap if short else 0, parts=parts,
     )  # fmt: skip
     return Verify(block_m, row_blocks, max_new, keys, row.half and kv_itemsize == 1)
@@ -131,6 +139,13 @@ def choose_few(
     ranges = min(fitting_ranges(kv_heads, slots), batch * -(-max_kv_len // tile.block_n))
     keys = Decode(tile.block_n, tile.num_warps, tile.num_stages, ranges, MIN_TILES)
     return Verify(FEW_ROWS, 1, FEW_ROWS // group, keys, row.half and kv_itemsize == 1)
+
+
+def _whole(row: VerifyRow, programs: int, max_kv_len: int, units: int) -> Tile | None:
+    """The tile of one program a unit for each request, where that fills the chip and they are long."""
+    wide = row.wide
+    fits = GOOD_FILL * units <= programs <= units
+    return wide if wide is not None and fits and max_kv_len > WIDE_TILES * wide.block_n else None
 
 
 def _tile(dim: int, itemsize: int, arch: str) -> Tile:
