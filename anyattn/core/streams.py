@@ -35,13 +35,31 @@ class EventRecorder:
             self._index = torch.cuda.current_device()
         return int(self._raw(self._index))
 
+    def shared(self) -> int | None:
+        """The current stream, where `record_on` can mark it later; else None."""
+        if self._raw is None:
+            return None
+        handle = self.handle()
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self._index)
+        return handle
+
     def record(self, event: Any) -> None:
         """Mark the work given to the current stream so far."""
-        if self._raw is None:
+        handle = self.shared()
+        if handle is None:
             event.record()
-            return
-        handle = self.handle()
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = torch.cuda.current_stream(self._index)
-        event.record(stream)
+        else:
+            event.record(self._streams[handle])
+
+    def record_on(self, handle: int, event: Any) -> bool:
+        """Mark the work given so far to a stream that was `shared`. False if it is captured, or gone."""
+        stream = self._streams[handle]
+        try:
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+            event.record(stream)
+        except RuntimeError:
+            return False
+        return True

@@ -12,6 +12,7 @@ from anyattn.core.graph.recorder import RecorderGraph
 from anyattn.core.graph.runner import Captured
 from anyattn.core.metadata import upload
 from anyattn.core.metadata.upload import Uploader
+from anyattn.core.streams import EventRecorder
 from anyattn.testing.checks import Skip
 from anyattn.testing.graph_checks import Labs, whole_buckets
 from anyattn.testing.graph_device import DeviceUse, pretending_device
@@ -236,6 +237,7 @@ def staging(labs: Labs) -> list[str]:
     if device.type != "cpu":
         raise Skip(f"nothing to delay copies with on {device.type}")
     uploader = Uploader(torch.device("cuda"))  # its device is never touched: the ring is filled here
+    uploader._events = EventRecorder(device)
     events = [_Marked() for _ in uploader._ring]
     memory = [torch.zeros(64, dtype=torch.uint8) for _ in events]
     uploader._ring = [

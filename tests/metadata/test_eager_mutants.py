@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         promises.test_steps_of_one_shape_share_a_plan,
     ),
     "what the backend says": (
-        f"{_EAGER}:EagerPlans._free", " and serves(kept.plan, batch)", "",
+        f"{_EAGER}:EagerPlans._free", "if not serves(plan, batch):", "if False:",
         promises.test_what_the_backend_says_does_not_serve_is_made_anew,
     ),
     "what the backend refuses": (

@@ -28,7 +28,7 @@ def offer_filler(compiler: MetadataCompiler, table: RequestTable) -> bool:
     """
     if not triton_launches(compiler.device):
         return False
-    from anyattn.kernels.triton.metadata_launch import FusedFiller
+    from anyattn.kernels.triton.metadata_launch import compile_by_kernels
 
-    compiler.filler = FusedFiller(table)
+    compile_by_kernels(compiler, table)
     return True

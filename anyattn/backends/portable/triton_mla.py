@@ -27,7 +27,7 @@ from anyattn.kernels.triton.configs.choose import kernel_arch, num_units
 from anyattn.kernels.triton.configs.mla import MLATiles, choose_mla, choose_mla_ranges, choose_splits
 from anyattn.kernels.triton.decode_launch import DecodeStep, pieces
 from anyattn.kernels.triton.extend_launch import ExtendStep, extend
-from anyattn.kernels.triton.metadata_launch import FusedFiller
+from anyattn.kernels.triton.metadata_launch import compile_by_kernels
 from anyattn.kernels.triton.mla_hopper_launch import mla_forms
 
 __all__ = ["TritonMLA"]
@@ -58,7 +58,7 @@ class TritonMLA(AttentionBackend):
                 "triton reads latent pools here", asked=type(self.pool).__name__, allowed="MLAPool"
             )
         self._latents = self.pool
-        self.compiler.filler = FusedFiller(self.table, _dealt)
+        compile_by_kernels(self.compiler, self.table, _dealt)
         self._caches: dict[int, mla.LatentCache] = {}
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
         self._invariant = config.deterministic is Determinism.BATCH_INVARIANT

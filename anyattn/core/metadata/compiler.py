@@ -67,7 +67,7 @@ class MetadataCompiler:
         self._any_slot_is_writable = type(pool).check_writable is KVPool.check_writable
         self._slots = SlotCheck(pool.page_size, pool.listed_slots)
         self._rows = RowCheck(table.max_requests)
-        self._uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
+        self.uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
         self._translates = translates(pool, self._groups)
 
@@ -150,7 +150,7 @@ class MetadataCompiler:
         layout = plan.uploaded
         assert layout is not None
         self._check_host(batch)
-        self._uploader.send_again(layout, layout.read(batch))
+        self.uploader.send_again(layout, layout.read(batch))
         plan.retarget(batch)
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table))
@@ -226,7 +226,7 @@ class MetadataCompiler:
         if all(on_host):
             region, vectors = storage.packed(fields)
             parts = [(at, v, f[2]) for (at, _), v, f in zip(vectors, values, fields, strict=True)]
-            self._uploader.send(region, parts)
+            self.uploader.send(region, parts)
             return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}
         return self._gather(fields, values, on_host, storage)
 
@@ -242,7 +242,7 @@ class MetadataCompiler:
             if not value.is_cpu:
                 self._upload(batch, storage)
                 return
-        self._uploader.send_again(layout, values)
+        self.uploader.send_again(layout, values)
 
     def _gather(
         self, fields: list[Field], values: list[torch.Tensor], on_host: list[bool], storage: StepStorage
@@ -252,7 +252,7 @@ class MetadataCompiler:
         placed: dict[str, torch.Tensor] = {}
         if hosts:
             region, vectors = storage.packed([fields[i] for i in hosts])
-            self._uploader.send(
+            self.uploader.send(
                 region, [(at, values[i], fields[i][2]) for i, (at, _) in zip(hosts, vectors, strict=True)]
             )
             placed = {fields[i][0]: view for i, (_, view) in zip(hosts, vectors, strict=True)}

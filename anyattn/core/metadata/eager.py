@@ -178,13 +178,17 @@ class EagerPlans:
         """Takes out a plan that nobody holds and that the batch fits, the one unused for longest."""
         stream, inference, fits = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fits
         for kept in tuple(self._plans):
-            if not (kept.stream == stream and kept.inference is inference and fits(kept.plan, batch)):
+            plan = kept.plan
+            if not (kept.stream == stream and kept.inference is inference and fits(plan, batch)):
                 continue
-            try:  # taken out before it is looked at: another thread may plan at the same time
+            if not serves(plan, batch):  # cheaper than counting
+                continue
+            del plan
+            try:  # taken out before it is counted: another thread may plan at the same time
                 self._plans.remove(kept)
             except ValueError:
                 continue
-            if kept.is_free() and serves(kept.plan, batch):
+            if kept.is_free():
                 return kept
             self._plans.append(kept)
         return None

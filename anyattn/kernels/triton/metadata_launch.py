@@ -9,6 +9,7 @@ import torch
 
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.metadata.compiler import MetadataCompiler
 from anyattn.core.plan import Plan, Table, TableForm, TableKind
 from anyattn.kernels.triton.decode_launch import (
     RANGES_CONSTEXPRS,
@@ -18,8 +19,9 @@ from anyattn.kernels.triton.decode_launch import (
 )
 from anyattn.kernels.triton.launch import Started, direct_device, launch
 from anyattn.kernels.triton.metadata import BLOCK_TABLE, CSR, NO_TABLE, SLOTS, metadata_kernel
+from anyattn.kernels.triton.pull_launch import Puller
 
-__all__ = ["NO_WINDOW", "FusedFiller"]
+__all__ = ["NO_WINDOW", "FusedFiller", "compile_by_kernels"]
 
 NO_WINDOW = 1 << 30
 """A window that trims nothing: no request is that long, and `prefix - window` stays in int32."""
@@ -172,6 +174,15 @@ class FusedFiller:
         longest = max([plan.max_q_len, *(_longest_row(plan, *group) for group in groups)])
         most = max(1, self._programs // plan.key.num_requests)
         return min(most, max(1, -(-longest // self._chunk)))
+
+
+def compile_by_kernels(
+    compiler: MetadataCompiler,
+    table: RequestTable,
+    dealt: Callable[[Plan], Iterable[DecodeStep]] | None = None,
+) -> None:
+    """From now on kernels upload and fill what `compiler` compiles; `dealt`: see `FusedFiller`."""
+    compiler.filler, compiler.uploader.pull = FusedFiller(table, dealt), Puller()
 
 
 def _as_large_again(plan: Plan) -> bool:

@@ -206,7 +206,7 @@ SHARED: tuple[GraphMutant, ...] = (
     GraphMutant(
         name="staging buffer reused before its copy ended",
         check="staging",
-        where="anyattn.core.metadata.upload:Uploader._staging",
+        where="anyattn.core.metadata.upload:Uploader._entered",
         old="slot.copied.synchronize()",
         new="pass",
         names=("staging buffer was reused early",),

@@ -17,17 +17,20 @@ TABLE = RequestTable(max_requests=2, max_context=8, device="cpu")
 
 
 def compiler(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), filler=None)
+    uploader = SimpleNamespace(pull=None)
+    return SimpleNamespace(device=torch.device(device), filler=None, uploader=uploader)
 
 
 def test_a_gpu_with_triton_and_a_compiler_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from anyattn.kernels.triton.metadata_launch import FusedFiller
+    from anyattn.kernels.triton.pull_launch import Puller
 
     monkeypatch.setenv("CC", "cc")
     given = compiler("cuda")
     assert offer_filler(given, TABLE)
     assert isinstance(given.filler, FusedFiller)
+    assert isinstance(given.uploader.pull, Puller)
 
 
 def test_others_keep_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +44,4 @@ def test_others_keep_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not offer_filler(without, TABLE)
     assert given.filler is without.filler is None
+    assert given.uploader.pull is without.uploader.pull is None

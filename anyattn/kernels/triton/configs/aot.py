@@ -1,4 +1,4 @@
-"""The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 52.
+"""The kernel configurations that `anyattn verify-compile` compiles for every chip: at most 54.
 
 An entry is a name and a function that calls a host function of this package with meta tensors. To add one,
 write that function (or reuse one with `partial`) and list it in `ENTRIES`. Attention's are in
@@ -14,16 +14,18 @@ import torch
 from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
+from anyattn.core.metadata.upload import UploadLayout
 from anyattn.core.plan import Plan, PlanKey, Table, TableForm, TableKind
 from anyattn.kernels.triton.aot import Entry, Target
 from anyattn.kernels.triton.attention import Heads
 from anyattn.kernels.triton.configs import Decode, aot_attention, aot_verify
 from anyattn.kernels.triton.decode_launch import DecodeStep
 from anyattn.kernels.triton.metadata_launch import FusedFiller
+from anyattn.kernels.triton.pull_launch import first_launch
 
 __all__ = ["ENTRIES", "MAX_ENTRIES"]
 
-MAX_ENTRIES = 52
+MAX_ENTRIES = 54
 
 _FULL, _WINDOW = TableGroup(), TableGroup(window=1024)
 _ENCODER = TableGroup(Space.ENCODER)
@@ -89,7 +91,15 @@ def metadata(
     FusedFiller(table, lambda plan: steps[-1:])(plan)
 
 
+def pulled(target: Target) -> None:
+    """The upload of a decode step of 64 requests, which the device reads by itself."""
+    vectors = [("rows", 0, 64, torch.int64), ("seq", 512, 64, torch.int32), ("new", 768, 64, torch.int32)]
+    region = torch.empty(1536, dtype=torch.uint8, device="meta")
+    first_launch(UploadLayout(region, [*vectors, ("loc", 1024, 64, torch.int64)]), region)
+
+
 _METADATA = (
+    Entry("metadata/upload", pulled),
     Entry(
         "metadata/token-csr",
         partial(metadata, TableForm(TableKind.TOKEN_CSR), (_FULL,)),
