@@ -16,7 +16,7 @@ import torch
 
 from anyattn.backends.cuda.flashinfer_lease import Wrappers
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, inner_backend, merge_fits, workspace_bytes
-from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner
+from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner, plan_again
 from anyattn.backends.cuda.fused_tables import offer_filler
 from anyattn.backends.cuda.fused_writes import FusedWrites
 from anyattn.core.batch import ForwardBatch, ForwardMode
@@ -138,6 +138,8 @@ class FlashInfer(FusedWrites):
         """Plan the captured wrappers again, on the same addresses, or those of an eager plan."""
         host = HostArrays(plan)
         plan.private.num_tokens = host.num_tokens
+        if plan_again(self._setup, plan, host):
+            return
         plan.private.lease = None  # which gives an eager plan's wrappers back, to be lent at once
         StepPlanner(self._setup, plan, host, in_capture=False).run()
 

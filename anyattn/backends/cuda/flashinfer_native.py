@@ -58,12 +58,13 @@ class DecodeAgain:
 
     def __init__(self, version: str, staging: Staging) -> None:
         """`version`: of flashinfer-python."""
-        self._offered, self._staging = version in READ_VERSIONS, staging
+        self._staging, self.offered = staging, version in READ_VERSIONS
+        """Whether any wrapper can be planned so."""
         self._prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
 
     def remember(self, wrapper: Any, shape: Shape, sizes: DecodeSizes) -> None:
         """`wrapper` was planned by the library itself just now."""
-        if self._offered and hasattr(getattr(wrapper, "_cached_module", None), "plan"):
+        if self.offered and hasattr(getattr(wrapper, "_cached_module", None), "plan"):
             self._prepared[wrapper] = _prepare(wrapper, shape, sizes)
 
     def plan(self, wrapper: Any, shape: Shape, pages: PageArrays, table: Table | None) -> bool:

@@ -15,12 +15,12 @@ from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tens
 from anyattn.backends.cuda.mirrored import Mirrored
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import step_kind
-from anyattn.core.groups import PlanGroup
+from anyattn.core.groups import PlanGroup, TableGroup
 from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
 from anyattn.core.strategy import Strategy
 
-__all__ = ["Runs", "Setup", "Step", "StepPlanner"]
+__all__ = ["Runs", "Setup", "Step", "StepPlanner", "plan_again"]
 
 
 class Runs(NamedTuple):
@@ -30,11 +30,23 @@ class Runs(NamedTuple):
     own: Any = None
 
 
+class Repeat(NamedTuple):
+    """A decode wrapper to be planned again: of which slot, for whose pages; `reads`: the table that it is
+    pointed to, None for a captured one."""
+
+    wrapper: Any
+    slot: int
+    group: TableGroup
+    table: Table
+    reads: Table | None
+
+
 @dataclass(eq=False)
 class Step:
     """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step.
 
-    `captured`: wrappers of a captured step, in the order in which they are planned.
+    `captured`: wrappers of a captured step, in the order in which they are planned. `repeats`: every plan
+    of a decode step, where all can be made by native calls alone.
     """
 
     runs: tuple[Runs, ...] = ()
@@ -42,6 +54,7 @@ class Step:
     masks: dict[Table, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
     lease: Lease | None = None
     captured: list[Any] = field(default_factory=list)
+    repeats: tuple[Repeat, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +101,16 @@ class Setup:
         return torch.empty(0, dtype=torch.int32, device=self.device)
 
 
+def plan_again(setup: Setup, plan: Plan, host: HostArrays) -> bool:
+    """Plan the decode wrappers that the step has; False where more has to be done, or may have to be."""
+    step: Step = plan.private
+    requests = plan.key.num_requests
+    for wrapper, slot, group, table, reads in step.repeats:
+        if not setup.again.plan(wrapper, (slot, requests), host.pages(group, table), reads):
+            return False
+    return bool(step.repeats)
+
+
 class StepPlanner:
     """Plans one step of a backend, slot by slot."""
 
@@ -100,12 +123,15 @@ class StepPlanner:
         self._step: Step = plan.private
         self._lease = Lease(setup.wrappers)
         self._again = iter(self._step.captured)
+        self._repeats = list[Repeat]()
         self._fixed = in_capture or bool(self._step.captured)
 
     def run(self) -> None:
         """Plan every slot."""
-        self._step.runs = tuple(self.slot(index) for index in range(len(self._of.slots)))
-        self._step.lease = self._lease
+        step, slots = self._step, len(self._of.slots)
+        step.runs = tuple(self.slot(index) for index in range(slots))
+        step.lease = self._lease
+        step.repeats = tuple(self._repeats) if len(self._repeats) == slots else ()
 
     def slot(self, index: int) -> Runs:
         """Plan the parts that this step's layers of a slot run."""
@@ -150,10 +176,12 @@ class StepPlanner:
     def _decode(self, index: int, table: Table) -> Any:
         setup, requests = self._of, self._plan.key.num_requests
         wrapper = self._wrapper(setup.decode_kind(self._inner, index), index, table)
-        pages = self._host.pages(setup.slots[index][0].table, table)
-        if setup.again.plan(wrapper, (index, requests), pages, None if self._fixed else table):
-            return wrapper
         group, heads = setup.slots[index]
+        pages, reads = self._host.pages(group.table, table), None if self._fixed else table
+        if setup.again.offered:
+            self._repeats.append(Repeat(wrapper, index, group.table, table, reads))
+        if setup.again.plan(wrapper, (index, requests), pages, reads):
+            return wrapper
         setup.wrappers.plan(
             wrapper, self._both(pages.indptr, table.indptr), self._pages(table),
             self._both(pages.last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
