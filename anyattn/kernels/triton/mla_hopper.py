@@ -19,50 +19,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anyattn.kernels.triton.mla_hopper_tiles import (
     barrier,
+    find_request,
     first_of,
     next_tile,
     row_sizes,
     start_copy,
-    tile_rows,
+    thread_sums,
+    tile_slots,
 )
 
 __all__ = ["mla_rows_kernel"]
 
 
 @gluon.jit
-def _find_request(query_offsets, block, num_requests, TOKENS: gl.constexpr):
-    """As in `extend`: request i owns row blocks from `offset_i // TOKENS + i` on."""
-    low = 0
-    high = num_requests
-    while low < high:
-        middle = (low + high) // 2
-        first = gl.load(query_offsets + middle) // TOKENS + middle
-        if first <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@gluon.jit
-def _thread_sums(p):
-    """Sums over the columns of `p [M, N]` that a thread has, as `[M, 2, 4]`: two warpgroups of four lanes."""
-    parts = gl.reshape(p, [p.shape[0], 2, p.shape[1] // 16, 4, 2])
-    return gl.sum(gl.sum(parts, 4), 2)
-
-
-@gluon.jit
 def _attend(
     q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
     query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
-    base, c_b, c_row, c_n, c_hi, c_left, stage,
+    slots, c_b, c_row, c_n, c_hi, c_left, stage,
     b, offset, extend, t0, prefix, head0, lo, hi, q_t, q_h, c_page, c_token, source_row, scale,
     PAGE: gl.constexpr, PACK: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, BLOCK_N: gl.constexpr,
     HAS_MASK: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, HELD: gl.constexpr,
     WALK: gl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of a block of request `b`, whose first tile is on its way: sums `[64, RANK]`, their
-    log-sum-exp `[64]`; then the offsets and the place of the tile to be copied next, and the stage.
+    log-sum-exp `[64]`; then the slots and the place of the tile to be copied next, and the stage.
     """
     BLOCK_M: gl.constexpr = 64
     GROUPS: gl.constexpr = WARPS // 4
@@ -117,7 +97,7 @@ def _attend(
         base2_rows = base2[:, None]
     m = gl.full([BLOCK_M], float("-inf"), gl.float32, ROWS)
     nothing = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, SCORES)
-    den = _thread_sums(nothing)  # summed over threads at the end only
+    den = thread_sums(nothing)  # summed over threads at the end only
     SPREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, den.type.layout))
     sums = gl.full([BLOCK_M, RANK], 0.0, gl.float32, SUMS)
     for n in range(lo, hi, BLOCK_N):
@@ -145,10 +125,16 @@ def _attend(
             s = warpgroup_mma(query_ropes, rope, nothing, use_acc=False, is_async=True)
             s = warpgroup_mma(query_c, latent.permute((1, 0)), s, is_async=True)
         if FP8:
-            start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
+            start_copy(
+                cache, slots, raw.index(stage), raw_rope.index(stage),
+                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+            )  # fmt: skip
         else:
-            start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+            start_copy(
+                cache, slots, latents.index(stage ^ 1), ropes.index(stage ^ 1),
+                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+            )  # fmt: skip
+        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
         s = warpgroup_mma_wait(0, deps=[s])
         if HAS_MASK:
             inside = (n + key < hi)[None, :]
@@ -165,7 +151,7 @@ def _attend(
         p = gl.exp2(s * base2_rows - safe[:, None])
         alpha = gl.exp2(m - safe)
         m = new_m
-        den = den * gl.convert_layout(alpha, SPREAD)[:, None, None] + _thread_sums(p)
+        den = den * gl.convert_layout(alpha, SPREAD)[:, None, None] + thread_sums(p)
         weights.store(p.to(dtype))
         sums = sums * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
         fence_async_shared()
@@ -179,7 +165,7 @@ def _attend(
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
     sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
-    return sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage
+    return sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage
 
 
 @gluon.jit
@@ -257,7 +243,7 @@ def mla_rows_kernel(
         pid = pid // num_splits
         head0 = pid % HEAD_BLOCKS * PACK
         block = num_blocks - 1 - pid // HEAD_BLOCKS
-        b = _find_request(query_offsets, block, num_requests, TOKENS)
+        b = find_request(query_offsets, block, num_requests, TOKENS)
         offset = gl.load(query_offsets + b)
         extend = gl.load(query_offsets + b + 1) - offset
         t0 = (block - (offset // TOKENS + b)) * TOKENS
@@ -281,18 +267,21 @@ def mla_rows_kernel(
     c_b, c_row, c_n, c_hi, c_left = next_tile(
         req_rows, seq_lens, b, row, lo - BLOCK_N, hi, c_left, BLOCK_N, WALK
     )  # fmt: skip
-    base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+    slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
     raw = latents
     raw_rope = ropes
     if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
         raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
         raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
     for i in gl.static_range(2 if FP8 else 1):
-        start_copy(cache, base, raw.index(i), raw_rope.index(i), RANK, ROPE, LOADS)
+        start_copy(
+            cache, slots, raw.index(i), raw_rope.index(i),
+            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+        )  # fmt: skip
         c_b, c_row, c_n, c_hi, c_left = next_tile(
             req_rows, seq_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
         )  # fmt: skip
-        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
     # HELD: columns 128 to 256 and the rest, of which those before and the rope part aren't here.
     query_b = weights
     query_ropes = weights
@@ -309,10 +298,10 @@ def mla_rows_kernel(
             tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
             stop = gl.minimum(left, tiles - at) + at
             left -= stop - at
-            sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+            sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
                 q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
                 query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
-                base, c_b, c_row, c_n, c_hi, c_left, stage,
+                slots, c_b, c_row, c_n, c_hi, c_left, stage,
                 b, b, 1, 0, length - 1, head0, at * BLOCK_N, gl.minimum(stop * BLOCK_N, length),
                 q_t, q_h, c_page, c_token, source_row, scale,
                 PAGE, PACK, RANK, ROPE, BLOCK_N, HAS_MASK, FLAT, FP8, WARPS, HELD, WALK,
@@ -336,10 +325,10 @@ def mla_rows_kernel(
         else:
             whole = not SPLIT
             pieces = num_splits
-        sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+        sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
             q, cache, source, req_rows, seq_lens, cells, mask_indptr, kv_scale,
             query_b, query_c, query_ropes, latents, ropes, raw, raw_rope, weights,
-            base, c_b, c_row, c_n, c_hi, c_left, stage,
+            slots, c_b, c_row, c_n, c_hi, c_left, stage,
             b, offset, extend, t0, prefix, head0, lo, hi, q_t, q_h, c_page, c_token, source_row, scale,
             PAGE, PACK, RANK, ROPE, BLOCK_N, HAS_MASK, FLAT, FP8, WARPS, HELD, WALK,
         )  # fmt: skip

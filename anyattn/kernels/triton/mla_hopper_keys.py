@@ -22,7 +22,7 @@ from anyattn.kernels.triton.mla_hopper_tiles import (
     next_tile,
     row_sizes,
     start_copy,
-    tile_rows,
+    tile_slots,
 )
 
 __all__ = ["mla_keys_kernel"]
@@ -31,13 +31,13 @@ __all__ = ["mla_keys_kernel"]
 @gluon.jit
 def _attend(
     q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw, raw_rope, weights,
-    base, c_b, c_row, c_n, c_hi, c_left, stage,
+    slots, c_b, c_row, c_n, c_hi, c_left, stage,
     b, lo, hi, head0, q_t, q_h, c_page, c_token, source_row, scale,
     PAGE: gl.constexpr, HEADS: gl.constexpr, BLOCK_H: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
     BLOCK_N: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, WARPS: gl.constexpr, WALK: gl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of request `b`, whose first tile is on its way: sums `[RANK, BLOCK_H]`, their
-    log-sum-exp `[BLOCK_H]`; then the offsets and the place of the tile to be copied next, and the stage.
+    log-sum-exp `[BLOCK_H]`; then the slots and the place of the tile to be copied next, and the stage.
     """
     GROUPS: gl.constexpr = WARPS // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BLOCK_H // GROUPS, 16])
@@ -89,10 +89,16 @@ def _attend(
         s = warpgroup_mma(latent, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma(ropes.index(current), query_rope.permute((1, 0)), s, is_async=True)
         if FP8:
-            start_copy(cache, base, raw.index(stage), raw_rope.index(stage), RANK, ROPE, LOADS)
+            start_copy(
+                cache, slots, raw.index(stage), raw_rope.index(stage),
+                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+            )  # fmt: skip
         else:
-            start_copy(cache, base, latents.index(stage ^ 1), ropes.index(stage ^ 1), RANK, ROPE, LOADS)
-        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+            start_copy(
+                cache, slots, latents.index(stage ^ 1), ropes.index(stage ^ 1),
+                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+            )  # fmt: skip
+        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
         s = warpgroup_mma_wait(0, deps=[s])
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
@@ -113,7 +119,7 @@ def _attend(
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
     sums = sums * gl.convert_layout(factor, gl.SliceLayout(0, SUMS))[None, :]
-    return sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage
+    return sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage
 
 
 @gluon.jit
@@ -176,18 +182,21 @@ def mla_keys_kernel(
     c_b, c_row, c_n, c_hi, c_left = next_tile(
         req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
     )  # fmt: skip
-    base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+    slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
     raw = latents
     raw_rope = ropes
     if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
         raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
         raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
     for i in gl.static_range(2 if FP8 else 1):
-        start_copy(cache, base, raw.index(i), raw_rope.index(i), RANK, ROPE, LOADS)
+        start_copy(
+            cache, slots, raw.index(i), raw_rope.index(i),
+            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+        )  # fmt: skip
         c_b, c_row, c_n, c_hi, c_left = next_tile(
             req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
         )  # fmt: skip
-        base = tile_rows(source + c_row * source_row, c_n, c_hi, rows, c_page, c_token, PAGE, FLAT)
+        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
 
     stage = 0
     if WALK:
@@ -195,9 +204,9 @@ def mla_keys_kernel(
             tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
             stop = gl.minimum(left, tiles - at) + at
             left -= stop - at
-            sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+            sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
                 q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw,
-                raw_rope, weights, base, c_b, c_row, c_n, c_hi, c_left, stage,
+                raw_rope, weights, slots, c_b, c_row, c_n, c_hi, c_left, stage,
                 b, at * BLOCK_N, gl.minimum(stop * BLOCK_N, length), head0,
                 q_t, q_h, c_page, c_token, source_row, scale,
                 PAGE, HEADS, BLOCK_H, RANK, ROPE, BLOCK_N, FLAT, FP8, WARPS, WALK,
@@ -210,9 +219,9 @@ def mla_keys_kernel(
             at *= 0
             b += 1
     else:
-        sums, natural, base, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
+        sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
             q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw, raw_rope,
-            weights, base, c_b, c_row, c_n, c_hi, c_left, stage,
+            weights, slots, c_b, c_row, c_n, c_hi, c_left, stage,
             b, lo, hi, head0, q_t, q_h, c_page, c_token, source_row, scale,
             PAGE, HEADS, BLOCK_H, RANK, ROPE, BLOCK_N, FLAT, FP8, WARPS, WALK,
         )  # fmt: skip

@@ -7,7 +7,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-__all__ = ["barrier", "first_of", "next_tile", "row_sizes", "start_copy", "tile_rows"]
+__all__ = [
+    "barrier",
+    "find_request",
+    "first_of",
+    "next_tile",
+    "row_sizes",
+    "start_copy",
+    "thread_sums",
+    "tile_slots",
+]
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name until 3.6
 
@@ -42,23 +51,29 @@ def next_tile(req_rows, kv_lens, b, row, n, hi, left, BLOCK_N: gl.constexpr, WAL
 
 
 @gluon.jit
-def tile_rows(table, n, hi, rows, c_page, c_token, PAGE: gl.constexpr, FLAT: gl.constexpr):
-    """Element offsets, int64, of the tokens `n + rows` of a request. Beyond `hi` the last one is repeated, so
-    that every tile is finite and its scores need no more than a mask; without keys, slot 0 is.
+def tile_slots(table, n, hi, rows):
+    """Slots of the tokens `n + rows` of a request, int32 as they were read: what is computed from them waits
+    for them. Beyond `hi` the last one is repeated, so that every tile is finite and its scores need no more
+    than a mask; without keys, slot 0 is.
     """
     at = gl.minimum(n + rows, hi - 1)
-    slots = gl.load(table + at, mask=at >= 0, other=0).to(gl.int64)
+    return gl.load(table + at, mask=at >= 0, other=0)
+
+
+@gluon.jit
+def start_copy(
+    cache, slots, latent, rope, c_page, c_token,
+    PAGE: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, FLAT: gl.constexpr, LOADS: gl.constexpr,
+):  # fmt: skip
+    """Start copying a tile: tokens in `slots [N]` to `latent [N, RANK]`, `rope [N, ROPE]` in shared
+    memory.
+    """
+    slots = slots.to(gl.int64)
     if FLAT:  # noqa: SIM108
         base = slots * c_token
     else:
         base = (slots // PAGE) * c_page + (slots % PAGE) * c_token
-    return gl.multiple_of(base, 16)
-
-
-@gluon.jit
-def start_copy(cache, base, latent, rope, RANK: gl.constexpr, ROPE: gl.constexpr, LOADS: gl.constexpr):
-    """Start copying a tile: rows at `base [N]` to `latent [N, RANK]`, `rope [N, ROPE]` in shared memory."""
-    row = cache + base[:, None]
+    row = cache + gl.multiple_of(base, 16)[:, None]
     columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
     rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
     async_copy.async_copy_global_to_shared(latent, row + columns[None, :])
@@ -71,3 +86,25 @@ def row_sizes(latent, rope):
     """The largest magnitude of each row of `[M, RANK]` and `[M, ROPE]`, 1 where there is none."""
     size = gl.maximum(gl.max(gl.abs(latent.to(gl.float32)), 1), gl.max(gl.abs(rope.to(gl.float32)), 1))
     return gl.where(size == 0.0, 1.0, size)
+
+
+@gluon.jit
+def find_request(query_offsets, block, num_requests, TOKENS: gl.constexpr):
+    """As in `extend`: request i owns row blocks from `offset_i // TOKENS + i` on."""
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = gl.load(query_offsets + middle) // TOKENS + middle
+        if first <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@gluon.jit
+def thread_sums(p):
+    """Sums over the columns of `p [M, N]` that a thread has, as `[M, 2, 4]`: two warpgroups of four lanes."""
+    parts = gl.reshape(p, [p.shape[0], 2, p.shape[1] // 16, 4, 2])
+    return gl.sum(gl.sum(parts, 4), 2)
