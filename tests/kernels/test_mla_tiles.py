@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the portable extra isn't installed")
 
-from anyattn.kernels.triton.configs.mla import MLA, choose_mla, choose_splits
+from anyattn.kernels.triton.configs.mla import MLA, choose_mla, choose_mla_ranges, choose_splits
 
 HOPPER = ("portable", "rows", "keys")
 
@@ -67,3 +67,31 @@ def test_a_half_empty_wave_is_split() -> None:
 
 def test_most_units_read_as_fast_as_all() -> None:
     assert choose_splits(100, 4096, 64, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "length", "ranges"),
+    [(64, 16, 7698, 132), (64, 128, 8192, 66), (1, 16, 1 << 17, 132), (2, 16, 192, 6), (300, 16, 4096, 132)],
+)
+def test_ranges_are_a_number_of_the_chip(requests: int, heads: int, length: int, ranges: int) -> None:
+    """One program an SM, however many requests; no more than there are tiles."""
+    tiles = choose_mla(heads, 2, "sm90", HOPPER)
+    programs = -(-heads // tiles.block_rows)
+    dealt = choose_mla_ranges(requests, programs, length, tiles, 132, even=False)
+    assert (dealt.num_ranges, dealt.parts, dealt.split) == (ranges, 0, True)
+    assert dealt.block_n == tiles.block_n
+
+
+def test_equal_requests_have_equal_parts() -> None:
+    keys, rows = choose_mla(16, 2, "sm90", HOPPER), choose_mla(128, 2, "sm90", HOPPER)
+    whole = choose_mla_ranges(128, 1, 4096, keys, 132, even=True)
+    assert (whole.num_ranges, whole.parts, whole.split) == (128, 0, False)
+    cut = choose_mla_ranges(16, 1, 8192, keys, 132, even=True)
+    assert (cut.num_ranges, cut.parts, cut.split) == (128, 8, True)
+    one = choose_mla_ranges(1, 2, 8192, rows, 132, even=True)
+    assert (one.num_ranges, one.parts, one.split) == (64, 64, True)
+
+
+def test_nothing_is_cut_where_no_request_has_more_than_two_tiles() -> None:
+    dealt = choose_mla_ranges(5, 1, 128, choose_mla(16, 2, "sm90", HOPPER), 132, even=False)
+    assert (dealt.num_ranges, dealt.parts, dealt.split) == (5, 0, False)

@@ -79,6 +79,13 @@ def test_long_decodes_are_split_and_merged() -> None:
     assert wanted <= set(seen)
 
 
+@pytest.mark.parametrize("heads", [3, 20])
+@pytest.mark.parametrize("lens", [(15, 0, 31, 16), (0, 0, 0, 95), (63, 1, 14, 33)])
+def test_ranges_hold_pieces_of_several_requests(lens: tuple[int, ...], heads: int) -> None:
+    """Tiles have 16 tokens: lengths at their edges, and one that four units share."""
+    judged(MLACase(mode="decode", prefix_lens=lens, extend_lens=(1,) * 4, num_q_heads=heads, page_size=4))
+
+
 def test_a_layer_with_fewer_heads_than_planned() -> None:
     """Two layers of one group: the workspace of the larger doesn't fit the smaller."""
     small, large = (MLACase(num_q_heads=n).spec() for n in (2, 4))

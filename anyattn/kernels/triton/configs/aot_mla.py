@@ -80,6 +80,10 @@ def extend(heads: int, new: int, mask: bool, target: Target, tiles: MLATiles | N
 _ALL = tuple(TARGETS)
 _TWICE = "WMMA of RDNA 3 wants operands twice, and a row of latents is 512: the smallest spill that was found"
 _CONVERTED = "a tile is converted in registers: the smallest spill that was found"
+_WALK = "24 or 32 bytes, written and read once a request, not a tile: a walk's addresses beside the sums"
+_WALK_64 = (
+    "288 bytes, some read a tile: a walk beside sums of 64 x 512, where Hopper's own kernel doesn't run"
+)
 _FEW = "56 bytes: an accumulator of 64 x 512 leaves no register"
 
 
@@ -92,10 +96,10 @@ def _entry(
 
 
 ENTRIES: tuple[Entry, ...] = (
-    _entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False)),
+    _entry("mla-decode/16-heads", partial(decode, 16, _BATCH, False), sm_90=_WALK, sm_100=_WALK),
     _entry("mla-decode/16-heads-equal", partial(decode, 16, _BATCH, False, even=True)),
     _entry("mla-decode/16-heads-one-request", partial(decode, 16, 1, False)),
-    _entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False)),
+    _entry("mla-decode/128-heads", partial(decode, 128, _BATCH, False), sm_90=_WALK_64),
     # Reads aren't judged where a rope part of 64 bytes a token, or a mask, is read in small pieces.
     _entry(
         "mla-decode/128-heads-fp8",
@@ -103,6 +107,8 @@ ENTRIES: tuple[Entry, ...] = (
         fp8=True,
         vectors=False,
         gfx1201=_CONVERTED,
+        sm_90=_WALK,
+        sm_100=_WALK,
     ),
     _entry("mla-extend/128-heads-mask", partial(extend, 128, 4, True), vectors=False, sm_90=_FEW),
     _entry("mla-extend/16-heads", partial(extend, 16, 512, False), sm_90=_FEW),
