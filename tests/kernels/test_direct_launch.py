@@ -122,10 +122,14 @@ def test_tables_are_filled_alike(
             assert run == (*want[:2], *want[3:])
     assert len(kernel.launches) == 1
     assert len(kernel.compiled.calls) == 2
-    for _ in range(2):  # a plan whose grid can't change remembers its launch, for the table that it reads
+    for _ in range(2):  # a plan remembers its launch, for the table that it reads
         made.filler(plan)
         assert kernel.compiled.calls[-1] == run
-        assert (plan.refill is None) == (form.kind in (TableKind.TOKEN_CSR, TableKind.PAGE_CSR))
+        assert plan.refill.run == kernel.compiled.run
+    flat, known = form.kind in (TableKind.TOKEN_CSR, TableKind.PAGE_CSR), plan.refill
+    plan.max_kv_len *= 3
+    made.filler(plan)
+    assert (plan.refill is known) != flat, "the grid of flat lists is for requests that are about as long"
     made.table.req_to_token = made.table.req_to_token.clone()
     for _ in range(2):
         made.filler(plan)

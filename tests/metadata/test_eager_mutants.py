@@ -29,7 +29,7 @@ def blocks(test: Callable[[], None]) -> Callable[[Steps], None]:
 
 FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
     "a plan that the caller holds": (
-        f"{_EAGER}:_Kept.is_free", "sys.getrefcount(self.plan) == _ALONE and ", "",
+        f"{_EAGER}:_Kept.is_held", "sys.getrefcount(self.plan) != _ALONE", "False",
         promises.test_a_loop_that_holds_its_last_plan_uses_two,
     ),
     "parts that someone holds": (
@@ -55,7 +55,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         promises.test_steps_of_one_shape_share_a_plan,
     ),
     "what the backend says": (
-        f"{_EAGER}:EagerPlans._free", "if not serves(plan, batch):", "if False:",
+        f"{_EAGER}:EagerPlans._free", " or not serves(kept.plan, batch)", "",
         promises.test_what_the_backend_says_does_not_serve_is_made_anew,
     ),
     "what the backend refuses": (

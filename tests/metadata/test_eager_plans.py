@@ -116,6 +116,8 @@ def test_wider_block_tables_are_made_anew() -> None:
     steps = Steps(BLOCKS)
     assert steps.plan(steps.batch(5, 8)) is not steps.plan(steps.batch(5, 9)), "two pages, then four"
     assert [steps.plan(steps.batch(n, 16)).max_kv_len for n in (3, 9, 16)] == [16] * 3
+    plans = (steps.plan(steps.batch(1, n)) for n in (20, 30, 6, 40))
+    assert [next(iter(plan.tables.values())).blocks.shape[1] for plan in plans] == [6, 8, 2, 10]
 
 
 @pytest.mark.parametrize("kind", [TableKind.TOKEN_CSR, TableKind.PAGE_CSR])

@@ -50,8 +50,8 @@ class _Step:
     """Instead of extend, where layers have these heads; of requests with few tokens alone, or of all."""
     fresh: bool = False
     """No request has cached tokens: k and v, which lie together, are all keys."""
-    suits: tuple[int, list[bool]] | None = None
-    """What lengths decode's tiles are known to be chosen for (`TritonAttention.renews`)."""
+    suits: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    """For what lengths decode's tiles are chosen or aren't (`TritonAttention.renews`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +187,15 @@ class TritonAttention(AttentionBackend):
                 return False
         longest = max_kv_len(batch, self.table.max_context)
         # All that `_tiles` looks at in a batch of the same shape.
-        lengths = power_of_two(longest), [_even(batch, group, in_capture=False) for group in step.decode]
-        if lengths != step.suits:
-            for group, each in step.decode.items():
-                tiles = self._tiles(batch, longest, group, each.heads, in_capture=False)
-                if tiles is not each.tiles:
-                    return False
-            step.suits = lengths
-        return True
+        evens = (_even(batch, group, in_capture=False) for group in step.decode)
+        lengths = power_of_two(longest), *evens
+        suits = step.suits.get(lengths)
+        if suits is None:
+            suits = step.suits[lengths] = all(
+                self._tiles(batch, longest, group, each.heads, in_capture=False) is each.tiles
+                for group, each in step.decode.items()
+            )
+        return suits
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:  # anyattn: in-graph
         """Tables and how decode deals them out, then how verification does."""

@@ -69,9 +69,13 @@ class _Kept:
             list(map(torch._C._storage_Use_Count, self._storages)),  # type: ignore[attr-defined]
         )
 
+    def is_held(self) -> bool:
+        """Somebody else holds the plan itself: the one thing that is quickly seen."""
+        return sys.getrefcount(self.plan) != _ALONE
+
     def is_free(self) -> bool:
         """Nobody else holds the plan or a part of it."""
-        return sys.getrefcount(self.plan) == _ALONE and self._counted() == self._counts
+        return not self.is_held() and self._counted() == self._counts
 
 
 def _tensors(plan: Plan) -> Iterator[torch.Tensor]:
@@ -175,15 +179,15 @@ class EagerPlans:
         return plan
 
     def _free(self, batch: ForwardBatch, serves: Callable[[Plan, ForwardBatch], bool]) -> _Kept | None:
-        """Takes out a plan that nobody holds and that the batch fits, the one unused for longest."""
+        """Takes out a plan that nobody holds and that the batch fits, the last used before others: the next
+        batch is most likely like the last.
+        """
         stream, inference, fits = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fits
-        for kept in tuple(self._plans):
-            plan = kept.plan
-            if not (kept.stream == stream and kept.inference is inference and fits(plan, batch)):
+        for kept in self._plans[::-1]:
+            if not (kept.stream == stream and kept.inference is inference) or kept.is_held():
                 continue
-            if not serves(plan, batch):  # cheaper than counting
+            if not fits(kept.plan, batch) or not serves(kept.plan, batch):
                 continue
-            del plan
             try:  # taken out before it is counted: another thread may plan at the same time
                 self._plans.remove(kept)
             except ValueError:

@@ -32,6 +32,7 @@ _KINDS = {
     TableKind.BLOCK_TABLE: BLOCK_TABLE,
     TableKind.REQUEST_TABLE: NO_TABLE,
 }
+_ANY_LENGTH = 1 << 62
 _NO_FORM = TableForm(TableKind.REQUEST_TABLE)
 _NO_GROUP: tuple[tuple[Any, ...], tuple[int, int]] = ((None,) * 5, (NO_WINDOW, 0))
 
@@ -55,6 +56,8 @@ class _Again(NamedTuple):
     values: tuple[Any, ...]
     """All that follows the stream."""
     others: tuple[DecodeStep, ...]
+    reach: int
+    """The longest request that the grid was made for, with room: any grid is right, a small one is slow."""
 
 
 class FusedFiller:
@@ -86,7 +89,8 @@ class FusedFiller:
         again: _Again | None = plan.refill
         if again is not None:
             device, source = direct_device(), self.table.req_to_token
-            if again.device == device and again.source is source and again.place == source.data_ptr():
+            same = again.device == device and again.source is source and again.place == source.data_ptr()
+            if same and plan.max_kv_len <= again.reach:
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 again.run(*again.grid, 1, stream, *again.values)
                 for step in again.others:
@@ -144,9 +148,10 @@ class FusedFiller:
             if started is not None and not _odd(values[:_TENSORS]):
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 started.start_rows(stream, *grid, *values)
-                if not uses_encoder and len(groups) == len(plan.tables) and _as_large_again(plan):
+                if not uses_encoder and len(groups) == len(plan.tables) and plan.max_q_len == 1:
                     after = (*started.front, *values, *started.last)
-                    plan.refill = _Again(device, source, values[4], started.run, grid, after, others)
+                    reach = _reach(plan)
+                    plan.refill = _Again(device, source, values[4], started.run, grid, after, others, reach)
                 return
         constexprs = {
             "GROUPS": len(groups),
@@ -185,9 +190,10 @@ def compile_by_kernels(
     compiler.filler, compiler.uploader.pull = FusedFiller(table, dealt), Puller()
 
 
-def _as_large_again(plan: Plan) -> bool:
-    """The grid is the same for other lengths: that of flat lists depends on their bound."""
-    return plan.max_q_len == 1 and all(table.indices is None for table in plan.tables.values())
+def _reach(plan: Plan) -> int:
+    """Lengths for which the grid of a decode step is made: that of flat lists depends on their bound."""
+    flat = any(table.indices is not None for table in plan.tables.values())
+    return 2 * plan.max_kv_len if flat else _ANY_LENGTH
 
 
 def _odd(places: Sequence[int | None]) -> int:

@@ -117,9 +117,9 @@ def replaced_table(world: World) -> None:
 PROMISES = {
     "the pool": ("step.pool is not self.pool", "False", replaced_pool),
     "the request table": ("each.source is not source", "False", replaced_table),
-    "tiles": ("tiles is not each.tiles", "False", lambda world: test_lengths_that_call_for_other_tiles(1)),
+    "tiles": (" is each.tiles", " is not None", lambda world: test_lengths_that_call_for_other_tiles(1)),
     "lengths since the last time": (
-        "lengths != step.suits", "step.suits is None",
+        "power_of_two(longest), *evens", "()",
         lambda world: test_lengths_that_call_for_other_tiles(3),
     ),
 }  # fmt: skip
