@@ -14,7 +14,7 @@ from anyattn.testing.mutants import MUTANTS, Mutant
 from anyattn.testing.mutants.hunt import hunt_one, hunt_text
 from anyattn.testing.plan import Item, plan_kit
 
-HOSTS = {"ascend:910b": ("ascend", 40), "ascend:310p": ("ascend", 8), "rocm:gfx942": ("wave", 6)}
+HOSTS = {"ascend:910b": ("ascend", 24), "ascend:310p": ("ascend", 8), "rocm:gfx942": ("wave", 6)}
 """Backend, and which share of the items runs here; `anyattn verify NAME --emulated` runs all."""
 
 
