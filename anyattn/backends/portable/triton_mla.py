@@ -32,7 +32,6 @@ from anyattn.kernels.triton.mla_hopper_launch import mla_forms
 
 __all__ = ["TritonMLA"]
 
-_PORTABLE = ("portable",)
 _MANY = 1 << 20  # query rows of a long prefill
 
 
@@ -87,15 +86,13 @@ class TritonMLA(AttentionBackend):
 
     def _tiles(self, plan: Plan, group: PlanGroup, heads: int) -> MLATiles:
         """Batch-invariant steps take those of a long prefill, whatever they are, of the portable kernel: its
-        bits were compared on a chip, those of Hopper's were not. Steps with a mask take it, too: one of them
-        (float16, 128 heads) came out infinite on an H200 by Hopper's, and the cause isn't known.
+        bits were compared on a chip, those of Hopper's were not.
         """
         rank, rope = group.v_head_dim, group.head_dim - group.v_head_dim
         dtype, stored = self.config.dtype, self.pool.kv_dtype
         if self._invariant:
             return choose_mla(_MANY, stored.itemsize, self._arch, decode=False)
-        masked = plan.mask_cells is not None
-        forms = _PORTABLE if masked else mla_forms(self._arch, dtype, stored, rank, rope, group.logit_cap)
+        forms = mla_forms(self._arch, dtype, stored, rank, rope, group.logit_cap)
         decode = plan.key.mode is ForwardMode.DECODE
         return choose_mla(max(1, plan.max_q_len) * heads, stored.itemsize, self._arch, forms, decode=decode)
 

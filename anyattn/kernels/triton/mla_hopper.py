@@ -161,6 +161,11 @@ def _attend(
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1
 
+    if not WALK:
+        # The last copy is awaited by nobody. Its place is free behind the loop, and the exchange below is put
+        # there: a copy that arrived late changed sums (seen on an H200: infinite outputs).
+        async_copy.wait_group(0)
+        barrier()
     total = gl.convert_layout(gl.sum(gl.sum(den, 2), 1), ROWS)
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
@@ -313,6 +318,7 @@ def mla_rows_kernel(
             )  # fmt: skip
             at *= 0
             b += 1
+        async_copy.wait_group(0)
     else:
         if DECODE:
             offset = b
@@ -336,4 +342,3 @@ def mla_rows_kernel(
             sums, natural, offset, t0, extend, head0, pieces, piece, whole, hi > lo,
             out, lse, part_out, part_lse, out_t, out_h, lse_t, HEADS, PACK, RANK, WRITE_LSE, SPLIT,
         )  # fmt: skip
-    async_copy.wait_group(0)

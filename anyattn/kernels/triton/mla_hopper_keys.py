@@ -115,6 +115,11 @@ def _attend(
         sums = warpgroup_mma_wait(0, deps=[acc])
         stage = stage ^ 1
 
+    if not WALK:
+        # The last copy is awaited by nobody. Its place is free behind the loop, and the exchange below is put
+        # there: a copy that arrived late changed sums (seen on an H200: infinite outputs).
+        async_copy.wait_group(0)
+        barrier()
     total = gl.sum(den, 0)
     natural = gl.where(total == 0.0, float("-inf"), (m + gl.log2(total)) * 0.6931471805599453)
     factor = stored / gl.where(total == 0.0, 1.0, total)
@@ -218,6 +223,7 @@ def mla_keys_kernel(
             )  # fmt: skip
             at *= 0
             b += 1
+        async_copy.wait_group(0)
     else:
         sums, natural, slots, c_b, c_row, c_n, c_hi, c_left, stage = _attend(
             q, cache, source, req_rows, kv_lens, kv_scale, query, query_rope, latents, ropes, raw, raw_rope,
@@ -229,4 +235,3 @@ def mla_keys_kernel(
             sums, natural, b, r, (at == 0) & (left == tiles), left > 0, head0, out, lse, part_out, part_lse,
             out_t, out_h, lse_t, HEADS, BLOCK_H, RANK, WRITE_LSE, SPLIT,
         )  # fmt: skip
-    async_copy.wait_group(0)
