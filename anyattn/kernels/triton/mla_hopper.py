@@ -18,14 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyattn.kernels.triton.mla_hopper_tiles import (
+    await_tile,
     barrier,
+    copy_ahead,
+    copy_first,
     find_request,
     first_of,
     next_tile,
     row_sizes,
-    start_copy,
     thread_sums,
-    tile_slots,
 )
 
 __all__ = ["mla_rows_kernel"]
@@ -57,8 +58,6 @@ def _attend(
     )  # fmt: skip
     dtype: gl.constexpr = latents.dtype
     seq_len = prefix + extend
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
-
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LOADS))
     token = gl.minimum(t0 + row // PACK, extend - 1)
     at_q = q + (offset + token).to(gl.int64)[:, None] * q_t + (head0 + row % PACK)[:, None] * q_h
@@ -104,18 +103,8 @@ def _attend(
         c_b, c_row, c_n, c_hi, c_left = next_tile(
             req_rows, seq_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
         )  # fmt: skip
-        if FP8:
-            async_copy.wait_group(1)
-            barrier()
-            latents.index(0).store(raw.index(stage).load(LOADS).to(dtype))
-            ropes.index(0).store(raw_rope.index(stage).load(LOADS).to(dtype))
-        else:
-            async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        current = 0 if FP8 else stage
-        latent = latents.index(current)
-        rope = ropes.index(current).permute((1, 0))
+        latent, rope = await_tile(latents, ropes, raw, raw_rope, stage, FP8, LOADS)
+        rope = rope.permute((1, 0))
         if HELD:
             s = warpgroup_mma(query_rope, rope, nothing, use_acc=False, is_async=True)
             s = warpgroup_mma(query_a, latent.slice(0, 128, 1).permute((1, 0)), s, is_async=True)
@@ -124,17 +113,10 @@ def _attend(
         else:
             s = warpgroup_mma(query_ropes, rope, nothing, use_acc=False, is_async=True)
             s = warpgroup_mma(query_c, latent.permute((1, 0)), s, is_async=True)
-        if FP8:
-            start_copy(
-                cache, slots, raw.index(stage), raw_rope.index(stage),
-                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-            )  # fmt: skip
-        else:
-            start_copy(
-                cache, slots, latents.index(stage ^ 1), ropes.index(stage ^ 1),
-                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-            )  # fmt: skip
-        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
+        slots = copy_ahead(
+            cache, slots, latents, ropes, raw, raw_rope, stage, source + c_row * source_row, c_n, c_hi,
+            c_page, c_token, PAGE, RANK, ROPE, BLOCK_N, FLAT, FP8, LOADS,
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s])
         if HAS_MASK:
             inside = (n + key < hi)[None, :]
@@ -229,7 +211,6 @@ def mla_rows_kernel(
     HEAD_BLOCKS: gl.constexpr = HEADS // PACK
     VECTOR: gl.constexpr = 16 if FP8 else 8
     LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
-    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # Two values of 8 bits become fp16 in one instruction, bf16 in several; rows of queries are scaled to fit.
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
@@ -264,29 +245,11 @@ def mla_rows_kernel(
         row = gl.load(req_rows + b)
         c_left = b * 0
 
-    STAGES: gl.constexpr = 1 if FP8 else 2
-    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
-    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
-    c_b, c_row, c_n, c_hi, c_left = next_tile(
-        req_rows, seq_lens, b, row, lo - BLOCK_N, hi, c_left, BLOCK_N, WALK
+    latents, ropes, raw, raw_rope, slots, c_b, c_row, c_n, c_hi, c_left = copy_first(
+        cache, source, req_rows, seq_lens, b, row, lo - BLOCK_N, hi, c_left, source_row, c_page, c_token,
+        dtype, PAGE, RANK, ROPE, BLOCK_N, WALK, FLAT, FP8, LOADS,
     )  # fmt: skip
-    slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
-    raw = latents
-    raw_rope = ropes
-    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
-        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
-        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
-    for i in gl.static_range(2 if FP8 else 1):
-        start_copy(
-            cache, slots, raw.index(i), raw_rope.index(i),
-            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-        )  # fmt: skip
-        c_b, c_row, c_n, c_hi, c_left = next_tile(
-            req_rows, seq_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
-        )  # fmt: skip
-        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
+    weights = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SHARED)
     # HELD: columns 128 to 256 and the rest, of which those before and the rope part aren't here.
     query_b = weights
     query_ropes = weights

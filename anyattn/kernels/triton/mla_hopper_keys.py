@@ -17,12 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyattn.kernels.triton.mla_hopper_tiles import (
+    await_tile,
     barrier,
+    copy_ahead,
+    copy_first,
     first_of,
     next_tile,
     row_sizes,
-    start_copy,
-    tile_slots,
 )
 
 __all__ = ["mla_keys_kernel"]
@@ -46,7 +47,6 @@ def _attend(
     LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
     dtype: gl.constexpr = query.dtype
 
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, LOADS))
     rotated = gl.arange(0, ROPE, gl.SliceLayout(0, LOADS))
     head = gl.minimum(head0 + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOADS)), HEADS - 1)
@@ -75,30 +75,13 @@ def _attend(
         c_b, c_row, c_n, c_hi, c_left = next_tile(
             req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
         )  # fmt: skip
-        if FP8:
-            async_copy.wait_group(1)
-            barrier()
-            latents.index(0).store(raw.index(stage).load(LOADS).to(dtype))
-            ropes.index(0).store(raw_rope.index(stage).load(LOADS).to(dtype))
-        else:
-            async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        current = 0 if FP8 else stage
-        latent = latents.index(current)
+        latent, rope = await_tile(latents, ropes, raw, raw_rope, stage, FP8, LOADS)
         s = warpgroup_mma(latent, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        s = warpgroup_mma(ropes.index(current), query_rope.permute((1, 0)), s, is_async=True)
-        if FP8:
-            start_copy(
-                cache, slots, raw.index(stage), raw_rope.index(stage),
-                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-            )  # fmt: skip
-        else:
-            start_copy(
-                cache, slots, latents.index(stage ^ 1), ropes.index(stage ^ 1),
-                c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-            )  # fmt: skip
-        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
+        s = warpgroup_mma(rope, query_rope.permute((1, 0)), s, is_async=True)
+        slots = copy_ahead(
+            cache, slots, latents, ropes, raw, raw_rope, stage, source + c_row * source_row, c_n, c_hi,
+            c_page, c_token, PAGE, RANK, ROPE, BLOCK_N, FLAT, FP8, LOADS,
+        )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s])
         if n + BLOCK_N > hi:
             s = gl.where((n + key < hi)[:, None], s, float("-inf"))
@@ -162,7 +145,6 @@ def mla_keys_kernel(
     HEAD_BLOCKS: gl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     VECTOR: gl.constexpr = 16 if FP8 else 8
     LOADS: gl.constexpr = gl.BlockedLayout([1, VECTOR], [4, 8], [WARPS, 1], [1, 0])
-    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(BLOCK_H * 2, 16, 2)
     dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty  # as in `mla_rows_kernel`
@@ -173,35 +155,15 @@ def mla_keys_kernel(
     lo = at * BLOCK_N
     hi = gl.minimum((at + left) * BLOCK_N, length)
     tiles = gl.maximum(gl.cdiv(length, BLOCK_N), 1)
-    c_b, c_row, c_n, c_hi = b, row, lo - BLOCK_N, hi
     c_left = left - gl.minimum(left, tiles - at)
 
     query = gl.allocate_shared_memory(dtype, [BLOCK_H, RANK], SHARED)
     query_rope = gl.allocate_shared_memory(dtype, [BLOCK_H, ROPE], SHARED)
-    STAGES: gl.constexpr = 1 if FP8 else 2
-    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
-    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
     weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_H], WEIGHTS)
-
-    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
-    c_b, c_row, c_n, c_hi, c_left = next_tile(
-        req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
+    latents, ropes, raw, raw_rope, slots, c_b, c_row, c_n, c_hi, c_left = copy_first(
+        cache, source, req_rows, kv_lens, b, row, lo - BLOCK_N, hi, c_left, source_row, c_page, c_token,
+        dtype, PAGE, RANK, ROPE, BLOCK_N, WALK, FLAT, FP8, LOADS,
     )  # fmt: skip
-    slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
-    raw = latents
-    raw_rope = ropes
-    if FP8:  # copied as they are, two tiles ahead, and converted into the one buffer that products read
-        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
-        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
-    for i in gl.static_range(2 if FP8 else 1):
-        start_copy(
-            cache, slots, raw.index(i), raw_rope.index(i),
-            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
-        )  # fmt: skip
-        c_b, c_row, c_n, c_hi, c_left = next_tile(
-            req_rows, kv_lens, c_b, c_row, c_n, c_hi, c_left, BLOCK_N, WALK
-        )  # fmt: skip
-        slots = tile_slots(source + c_row * source_row, c_n, c_hi, rows)
 
     stage = 0
     if WALK:

@@ -6,9 +6,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 __all__ = [
+    "await_tile",
     "barrier",
+    "copy_ahead",
+    "copy_first",
     "find_request",
     "first_of",
     "next_tile",
@@ -79,6 +83,77 @@ def start_copy(
     async_copy.async_copy_global_to_shared(latent, row + columns[None, :])
     async_copy.async_copy_global_to_shared(rope, row + RANK + rotated[None, :])
     async_copy.commit_group()
+
+
+@gluon.jit
+def copy_first(
+    cache, source, req_rows, kv_lens, b, row, n, hi, left, source_row, c_page, c_token,
+    dtype: gl.constexpr, PAGE: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, BLOCK_N: gl.constexpr,
+    WALK: gl.constexpr, FLAT: gl.constexpr, FP8: gl.constexpr, LOADS: gl.constexpr,
+):  # fmt: skip
+    """Buffers of tiles, `latents [.., N, RANK]` and `ropes`, and the first tile, behind `n`, on its way.
+
+    8-bit latents are copied as they are to `raw` and `raw_rope`, two tiles ahead, and converted into the one
+    buffer that products read. Then the slots and the place of the tile to be copied next, as `next_tile`.
+    """
+    RAW: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    STAGES: gl.constexpr = 1 if FP8 else 2
+    latents = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, RANK], SHARED)
+    ropes = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], SHARED)
+    raw = latents
+    raw_rope = ropes
+    if FP8:
+        raw = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, RANK], RAW)
+        raw_rope = gl.allocate_shared_memory(cache.dtype.element_ty, [2, BLOCK_N, ROPE], RAW)
+    rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS))
+    b, row, n, hi, left = next_tile(req_rows, kv_lens, b, row, n, hi, left, BLOCK_N, WALK)
+    slots = tile_slots(source + row * source_row, n, hi, rows)
+    for i in gl.static_range(2 if FP8 else 1):
+        start_copy(
+            cache, slots, raw.index(i), raw_rope.index(i), c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS
+        )
+        b, row, n, hi, left = next_tile(req_rows, kv_lens, b, row, n, hi, left, BLOCK_N, WALK)
+        slots = tile_slots(source + row * source_row, n, hi, rows)
+    return latents, ropes, raw, raw_rope, slots, b, row, n, hi, left
+
+
+@gluon.jit
+def await_tile(latents, ropes, raw, raw_rope, stage, FP8: gl.constexpr, LOADS: gl.constexpr):
+    """The tile copied to `stage`, where products may read it: `(latent [N, RANK], rope [N, ROPE])`."""
+    if FP8:
+        async_copy.wait_group(1)
+        barrier()
+        latents.index(0).store(raw.index(stage).load(LOADS).to(latents.dtype))
+        ropes.index(0).store(raw_rope.index(stage).load(LOADS).to(latents.dtype))
+    else:
+        async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    current = 0 if FP8 else stage
+    return latents.index(current), ropes.index(current)
+
+
+@gluon.jit
+def copy_ahead(
+    cache, slots, latents, ropes, raw, raw_rope, stage, table, n, hi, c_page, c_token,
+    PAGE: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, BLOCK_N: gl.constexpr, FLAT: gl.constexpr,
+    FP8: gl.constexpr, LOADS: gl.constexpr,
+):  # fmt: skip
+    """Start copying the tile in `slots` to the place that is free while `stage` is read; then the slots of
+    the one behind, at `n` of `table`.
+    """
+    if FP8:
+        start_copy(
+            cache, slots, raw.index(stage), raw_rope.index(stage),
+            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+        )  # fmt: skip
+    else:
+        start_copy(
+            cache, slots, latents.index(stage ^ 1), ropes.index(stage ^ 1),
+            c_page, c_token, PAGE, RANK, ROPE, FLAT, LOADS,
+        )  # fmt: skip
+    return tile_slots(table, n, hi, gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOADS)))
 
 
 @gluon.jit
