@@ -1,9 +1,9 @@
 """Shared memory that a kernel gives away while a copy to it is on its way.
 
-Triton places what threads exchange (reductions, layout conversions) where no buffer lives any more, and to it a
-buffer lives until its last use in the code: a copy that was started ahead and that nobody waits for lands in
-the exchange. What it spoils depends on when it lands, so that runs on a device hardly show it; where things lie
-does, without a device.
+Triton places what threads exchange (reductions, layout conversions) where no buffer lives any more, and to
+it a buffer lives until its last use in the code: a copy that was started ahead and that nobody waits for
+lands in the exchange. What it spoils depends on when it lands, so that runs on a device hardly show it;
+where things lie does, without a device.
 """
 
 from __future__ import annotations
