@@ -19,6 +19,9 @@ class Event:
     def synchronize(self) -> None:
         self.waited += 1
 
+    def query(self) -> bool:
+        return True
+
 
 class Streams:
     """Stands for an `EventRecorder` of a device with streams that can be marked later."""
@@ -44,17 +47,21 @@ class Streams:
 
 
 @pytest.fixture
-def uploader(monkeypatch: pytest.MonkeyPatch) -> Uploader:
-    """Of a device that is never touched: regions are on the CPU, memory isn't pinned."""
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory isn't pinned, and no stream of a real device is asked."""
     plain = torch.empty
 
     def empty(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return plain(*args, **options)
 
     monkeypatch.setattr(upload.torch, "empty", empty)
-    made = Uploader(torch.device("cuda"), capacity=CAPACITY)
-    made._events = Streams()  # type: ignore[assignment]
-    return made
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture
+def uploader(unpinned: None) -> Uploader:
+    """Of a device that is never touched: regions are on the CPU."""
+    return Uploader(torch.device("cuda"), capacity=CAPACITY, events=Streams())  # type: ignore[arg-type]
 
 
 def sent(uploader: Uploader, value: int, entries: int = 16) -> torch.Tensor:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from anyattn.core.capturing import is_capturing
+from anyattn.core.metadata.staying import keep_until_read, sweep
 from anyattn.core.streams import EventRecorder
 from anyattn.errors import BatchError
 
@@ -105,23 +109,29 @@ class Uploader:
     """Moves host integers to one device.
 
     On a CPU they are copied where they belong. Elsewhere they are packed into a pinned buffer and copied
-    asynchronously on the current stream; an event guards each buffer against reuse before its copies ended.
+    asynchronously on the current stream; an event guards each buffer against reuse before its copies ended,
+    and when the uploader is gone.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 17) -> None:
-        """`capacity`: bytes that a staging buffer has at least."""
+    def __init__(
+        self, device: torch.device, capacity: int = 1 << 17, events: EventRecorder | None = None
+    ) -> None:
+        """`capacity`: bytes that a staging buffer has at least. `events`: of a stand-in."""
         self.device = device
         self.pull: Pull | None = None
         """Where there is one, repeated uploads are read by the device, which costs the host less than a copy:
         a copy goes to another engine, that the kernels behind it are made to wait for.
         """
-        self._on_cpu, self._events = device.type == "cpu", EventRecorder(device)
+        self._on_cpu, self._events = device.type == "cpu", events or EventRecorder(device)
         self._capacity = capacity
         self._ring: list[_Staging | None] = [None] * _SLOTS
         self._next = 0
         self._lock = threading.Lock()
         self._unmarked: list[_Staging] = []
         """Never written to again: when they were to be marked, their stream was being captured."""
+        if not self._on_cpu:
+            left = weakref.finalize(self, _leave, self._ring, self._unmarked, self._events)
+            left.atexit = False  # nothing is handed out again then
 
     def send(self, region: torch.Tensor, parts: Sequence[Part]) -> None:
         """Store `parts` in `region` (uint8, on the device) in one copy. Bytes between them are undefined."""
@@ -208,6 +218,8 @@ class Uploader:
         if slot is not None:
             slot.copied.synchronize()  # long done, unless the host is a ring of copies ahead
         if slot is None or slot.size < nbytes:
+            if not is_capturing(self.device):
+                sweep()
             with torch.inference_mode(False):  # written to inside of it and outside
                 memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
             slot = self._ring[self._next] = _Staging(memory, self._events.new_event())
@@ -216,3 +228,11 @@ class Uploader:
     def _marked(self, full: _Staging) -> bool:
         """The event is behind the copies of a buffer that is left."""
         return full.stream is None or self._events.record_on(full.stream, full.copied)
+
+
+def _leave(ring: list[_Staging | None], unmarked: list[_Staging], events: EventRecorder) -> None:
+    """An uploader is gone, and the device may not have read all of its buffers."""
+    for each in (*ring, *unmarked):
+        if each is not None:
+            mark = None if each.stream is None else partial(events.record_on, each.stream, each.copied)
+            keep_until_read(each.memory, each.copied, mark)
