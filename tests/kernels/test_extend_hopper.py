@@ -185,3 +185,13 @@ def test_rows_are_right(name: str) -> None:
     out, lse, want, want_lse = _run(_CASES[name])
     np.testing.assert_allclose(out, want, atol=2e-5)
     np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+
+
+@pytest.mark.parametrize(("group", "blocks"), [(7, 14 + 1 + 2), (4, 8 + 1 + 2), (5, 10 + 1 + 2)])
+def test_rows_lie_densely(group: int, blocks: int) -> None:
+    """Requests of 256 tokens, one, two, and the fewest that take a second block."""
+    new = (256, 1, 2, 128 // group + 1)
+    offsets = Pointer(np.cumsum([0, *new]).astype(np.int32))
+    count = functions(*_FILES)["count_blocks"]
+    assert count(offsets, len(new), 0, group) == blocks + 1
+    assert count(offsets, len(new), 2, group) == blocks - 1

@@ -22,6 +22,7 @@ from anyattn.kernels.triton.extend_hopper_fetch import (
     fetch,
     fetch_rows,
     item_of,
+    place_of,
     row_block,
     threads_meet,
 )
@@ -112,21 +113,19 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr, PAGED: gl.constexpr,
              HAS_WINDOW: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr,
              WRITE_LSE: gl.constexpr):  # fmt: skip
-    ROWS: gl.constexpr = 64 // PACK
-    TOKENS: gl.constexpr = 2 * ROWS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     ZERO_ROWS: gl.constexpr = 4096 // D
     step = 0
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, PACK) * num_heads
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
-            _b, head_id, offset, t0, extend, prefix, low, end, tiles = row_block(
+            _b, head_id, offset, row0, extend, prefix, low, end, tiles = row_block(
                 item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
-                TOKENS, BLOCK_N, HAS_WINDOW,
+                PACK, BLOCK_N, HAS_WINDOW,
             )  # fmt: skip
             kv_head = (head_id * PACK) // GROUP
             logit_scale = scale
@@ -137,8 +136,8 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
             base2 = logit_scale * 1.4426950408889634
             if HAS_CAP:
                 base2 = 1.0
-            s_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-            s_token = t0 + PART * ROWS + s_rows // PACK
+            s_rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+            s_token, s_head = place_of(row0, s_rows, PACK)
             last = gl.minimum(prefix + s_token, end - 1)
             m = gl.full([64], -1.0e38, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             den = gl.zeros([64], gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -173,7 +172,8 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
                 fence_async_shared()
                 threads_meet()
 
-            whole = top + 1 - (prefix + t0 + 1) // BLOCK_N  # tiles from here on are seen by every row ...
+            first = prefix + row0 // PACK
+            whole = top + 1 - (first + 1) // BLOCK_N  # tiles from here on are seen by every row ...
             whole = gl.minimum(gl.maximum(whole, 1), tiles)
             until = tiles  # ... as long as they lie in every row's window
             if HAS_WINDOW:
@@ -207,8 +207,8 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
             factor = value_scale / gl.where(den == 0.0, 1.0, den)
             natural = gl.where(den == 0.0, float("-inf"), (m + gl.log2(den)) * 0.6931471805599453)
             if HAS_SINKS or WRITE_LSE:
-                s_heads = head_id * PACK + s_rows % PACK
-                s_valid = (s_token < extend) & (s_rows < ROWS * PACK)
+                s_heads = head_id * PACK + s_head
+                s_valid = s_token < extend
                 if HAS_SINKS:
                     sink = gl.load(sinks + s_heads, mask=s_valid, other=0.0).to(gl.float32)
                     most = gl.maximum(natural, sink)
@@ -225,15 +225,15 @@ def _compute(out, lse, sinks, query_offsets, prefix_lens, k_scale, v_scale, out_
             threads_meet()
             mbarrier.arrive(q_empty.index(q_at), count=1)
             begun += 1
-            rows = gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
-            token = t0 + PART * ROWS + rows // PACK
+            rows = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q_LAYOUT))
+            token, head = place_of(row0, rows, PACK)
             row = gl.expand_dims((offset + token).to(gl.int64), 1)
-            heads = gl.expand_dims(head_id * PACK + rows % PACK, 1)
+            heads = gl.expand_dims(head_id * PACK + head, 1)
             columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
             gl.store(
                 out + row * out_t + heads * out_h + columns,
                 result,
-                mask=gl.expand_dims((token < extend) & (rows < ROWS * PACK), 1),
+                mask=gl.expand_dims(token < extend, 1),
             )
 
 

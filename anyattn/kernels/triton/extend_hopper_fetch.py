@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-__all__ = ["count_blocks", "fetch", "fetch_rows", "item_of", "row_block", "threads_meet"]
+__all__ = ["count_blocks", "fetch", "fetch_rows", "item_of", "place_of", "row_block", "threads_meet"]
 
 # Named `barrier` from Triton 3.7 on.
 threads_meet = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -28,33 +28,35 @@ def _sum_of(a, b):
 
 
 @gluon.jit
-def _blocks_from(first, query_offsets, num_requests, few, TOKENS: gl.constexpr):
-    """Row blocks of each of 64 requests, none of those of up to `few` tokens; every warp has them all."""
+def _blocks_from(first, query_offsets, num_requests, few, PACK: gl.constexpr):
+    """Blocks of 128 rows of each of 64 requests, none of those of up to `few` tokens; every warp has them
+    all. A request's rows, PACK to a token, lie densely: a token may begin in one block and end in the next.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     request = first + gl.arange(0, 64, layout=LAYOUT)
     there = request < num_requests
     begin = gl.load(query_offsets + request, mask=there, other=0)
     end = gl.load(query_offsets + request + 1, mask=there, other=0)
-    blocks = (end - begin + TOKENS - 1) // TOKENS
+    blocks = ((end - begin) * PACK + 127) // 128
     return gl.where(end - begin > few, blocks, 0)
 
 
 @gluon.jit
-def count_blocks(query_offsets, num_requests, few, TOKENS: gl.constexpr):
+def count_blocks(query_offsets, num_requests, few, PACK: gl.constexpr):
     """Row blocks of a step. Only those that have rows are dealt out: where requests of 64 tokens end within
     blocks of 32 that begin anywhere, programs got six items or twelve.
     """
     count = 0
     for first in range(0, num_requests, 64):
-        count += gl.sum(_blocks_from(first, query_offsets, num_requests, few, TOKENS), 0)
+        count += gl.sum(_blocks_from(first, query_offsets, num_requests, few, PACK), 0)
     return count
 
 
 @gluon.jit
 def row_block(item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
-           TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr):  # fmt: skip
-    """`(request, head block, first row, first token, tokens, prefix, first tile, last key + 1, tiles)` of an
-    item.
+           PACK: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr):  # fmt: skip
+    """`(request, head block, first line of q, first of its rows, tokens, prefix, first tile, last key + 1,
+    tiles)` of an item.
     """
     head_id = item % num_heads
     block = (num_items - 1 - item) // num_heads
@@ -63,7 +65,7 @@ def row_block(item, num_items, query_offsets, prefix_lens, num_requests, few, nu
     first = 0
     while first < num_requests:
         until = before + gl.associative_scan(
-            _blocks_from(first, query_offsets, num_requests, few, TOKENS), 0, _sum_of
+            _blocks_from(first, query_offsets, num_requests, few, PACK), 0, _sum_of
         )
         passed = until <= block
         skipped = gl.sum(passed.to(gl.int32), 0)
@@ -72,14 +74,23 @@ def row_block(item, num_items, query_offsets, prefix_lens, num_requests, few, nu
         first = gl.where(skipped == 64, first + 64, num_requests)
     offset = gl.load(query_offsets + b)
     extend = gl.load(query_offsets + b + 1) - offset
-    t0 = (block - before) * TOKENS
+    row0 = (block - before) * 128
     prefix = gl.load(prefix_lens + b)
-    end = prefix + gl.minimum(t0 + TOKENS, extend)
+    end = prefix + gl.minimum((row0 + 127) // PACK + 1, extend)
     low = 0
     if HAS_WINDOW:
-        low = gl.maximum(prefix + t0 - window + 1, 0) // BLOCK_N
+        low = gl.maximum(prefix + row0 // PACK - window + 1, 0) // BLOCK_N
     tiles = (end + BLOCK_N - 1) // BLOCK_N - low
-    return b, head_id, offset, t0, extend, prefix, low, end, tiles
+    return b, head_id, offset, row0, extend, prefix, low, end, tiles
+
+
+@gluon.jit
+def place_of(row0, rows, PACK: gl.constexpr):
+    """`(token, packed head)` of `rows` of the block whose first one is `row0` of its request's."""
+    if 128 % PACK == 0:
+        return row0 // PACK + rows // PACK, rows % PACK
+    else:  # noqa: RET505
+        return (row0 + rows) // PACK, (row0 + rows) % PACK
 
 
 @gluon.jit
@@ -142,24 +153,23 @@ def fetch(q, matrix, source, slot_map, req_rows, query_offsets, prefix_lens, kv_
           PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr, HALVES: gl.constexpr,
           STAGES: gl.constexpr, SETS: gl.constexpr, HAS_WINDOW: gl.constexpr):  # fmt: skip
     """One warp's work: all tiles of K, or of V; and the queries, if asked."""
-    ROWS: gl.constexpr = 64 // PACK
-    TOKENS: gl.constexpr = 2 * ROWS
     COUNT: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * HALVES * 128
     step = 0
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, PACK) * num_heads
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
-            b, head_id, offset, t0, _extend, _prefix, low, end, tiles = row_block(
+            b, head_id, offset, row0, _extend, _prefix, low, end, tiles = row_block(
                 item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, window,
-                TOKENS, BLOCK_N, HAS_WINDOW,
+                PACK, BLOCK_N, HAS_WINDOW,
             )  # fmt: skip
             if QUERIES:
                 _fetch_queries(
-                    q, q_boxes, q_full, q_empty, begun, offset + t0, head_id * PACK, ROWS, HALVES, SETS
-                )
+                    q, q_boxes, q_full, q_empty, begun, offset + row0 // PACK, head_id * PACK, 64 // PACK,
+                    HALVES, SETS,
+                )  # fmt: skip
                 begun += 1
             kv_head = (head_id * PACK) // GROUP
             table = source + gl.load(req_rows + b) * source_row
@@ -192,32 +202,29 @@ def fetch_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_h
 @gluon.jit
 def _all_rows(q, q_t, q_h, query_offsets, prefix_lens, num_requests, few, num_heads, pieces, full, empty,
               PACK: gl.constexpr, HALVES: gl.constexpr, SETS: gl.constexpr):  # fmt: skip
-    """A group of 7: nine tokens are 63 rows, in `pieces` of eight. What lies behind them is left as it is."""
-    ROWS: gl.constexpr = 64 // PACK
-    TOKENS: gl.constexpr = 2 * ROWS
+    """Of a group of 7: rows in `pieces` of eight, whichever tokens and heads they are."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     begun = 0
-    num_items = count_blocks(query_offsets, num_requests, few, TOKENS) * num_heads
+    num_items = count_blocks(query_offsets, num_requests, few, PACK) * num_heads
     columns = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT)), 0)
     for round_ in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(round_, num_items)
         if item < num_items:
-            _b, head_id, offset, t0, extend, _prefix, _low, _end, _tiles = row_block(
+            _b, head_id, offset, row0, extend, _prefix, _low, _end, _tiles = row_block(
                 item, num_items, query_offsets, prefix_lens, num_requests, few, num_heads, 0,
-                TOKENS, 64, False,
+                PACK, 64, False,
             )  # fmt: skip
             at = begun % SETS
             mbarrier.wait(empty.index(at), (begun // SETS) % 2 ^ 1)
             for piece in range(16):
-                row = piece % 8 * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
-                token = t0 + piece // 8 * ROWS + row // PACK
-                there = (row < ROWS * PACK) & (token < extend)
-                begin = (offset + token).to(gl.int64) * q_t + (head_id * PACK + row % PACK) * q_h
+                rows = piece * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
+                token, head = place_of(row0, rows, PACK)
+                begin = (offset + token).to(gl.int64) * q_t + (head_id * PACK + head) * q_h
                 for half in gl.static_range(HALVES):
                     async_copy.async_copy_global_to_shared(
                         pieces.index(((at * 2 + piece // 8) * HALVES + half) * 8 + piece % 8),
                         q + gl.expand_dims(begin, 1) + (half * 64 + columns),
-                        mask=gl.expand_dims(there, 1),
+                        mask=gl.expand_dims(token < extend, 1),
                     )
             async_copy.commit_group()
             async_copy.wait_group(0)
