@@ -136,10 +136,10 @@ class FlashInfer(FusedWrites):
 
     def replan(self, plan: Plan) -> None:
         """Plan the captured wrappers again, on the same addresses, or those of an eager plan."""
+        if plan_again(self._setup, plan):
+            return  # a decode step of as many requests: as many tokens, too
         host = HostArrays(plan)
         plan.private.num_tokens = host.num_tokens
-        if plan_again(self._setup, plan, host):
-            return
         plan.private.lease = None  # which gives an eager plan's wrappers back, to be lent at once
         StepPlanner(self._setup, plan, host, in_capture=False).run()
 

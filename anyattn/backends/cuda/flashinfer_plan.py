@@ -22,9 +22,11 @@ from anyattn.errors import HostLengthError
 
 __all__ = [
     "HostArrays",
+    "KeptPages",
     "PageArrays",
     "accepts",
     "inner_backend",
+    "listed_tokens",
     "merge_fits",
     "uses_tensor_cores",
     "window_left",
@@ -113,24 +115,27 @@ class HostArrays:
         """
         found = self._pages.get(table)
         if found is None:
-            found = self._pages[table] = PageArrays(self._listed(group, table), table.form.kernel_page)
+            found = self._pages[table] = PageArrays(
+                listed_tokens(self._plan, group, table), table.form.kernel_page
+            )
         return found
 
-    def _listed(self, group: TableGroup, table: Table) -> torch.Tensor:
-        """Tokens that the table lists for each request."""
-        exact = self._plan.batch.exact
-        whole = group.window is None and group.space is not Space.ENCODER
-        if whole and exact is not None and self._plan.strategy is not Strategy.RAGGED_MERGE:
-            return exact.seq_lens
-        host = table.host
-        if host is None:
-            raise HostLengthError(
-                "flashinfer plans on the host and doesn't know the encoder lengths there",
-                asked="encoder_lens on the device",
-                allowed="encoder_lens as a list or a CPU tensor",
-                hint="keep a copy of encoder_lens on the host",
-            )
-        return host.kv_lens
+
+def listed_tokens(plan: Plan, group: TableGroup, table: Table) -> torch.Tensor:
+    """Tokens that a group's table lists for each request, on the host. Raises as `HostArrays.pages`."""
+    exact = plan.batch.exact
+    whole = group.window is None and group.space is not Space.ENCODER
+    if whole and exact is not None and plan.strategy is not Strategy.RAGGED_MERGE:
+        return exact.seq_lens
+    host = table.host
+    if host is None:
+        raise HostLengthError(
+            "flashinfer plans on the host and doesn't know the encoder lengths there",
+            asked="encoder_lens on the device",
+            allowed="encoder_lens as a list or a CPU tensor",
+            hint="keep a copy of encoder_lens on the host",
+        )
+    return host.kv_lens
 
 
 class PageArrays:
@@ -159,3 +164,31 @@ class PageArrays:
         `get_seq_lens` and the kernels' `get_length` then agree on 0."""
         counts = self._counts
         return torch.from_numpy(self._tokens - (counts - (counts > 0)) * self._page)
+
+
+class KeptPages:
+    """Offsets and lengths of one step after the other, of one number of requests, in the same memory.
+
+    For native planners alone, which have read them when they return.
+
+    Attributes:
+        indptr, lens: as of `PageArrays`.
+    """
+
+    def __init__(self, requests: int, page: int) -> None:
+        self.indptr = torch.zeros(requests + 1, dtype=torch.int32)
+        self.lens = torch.zeros(requests, dtype=torch.int32)
+        self._offsets, self._tokens = self.indptr.numpy(), self.lens.numpy()
+        self._ends, self._kind = self._offsets[1:], self._tokens.dtype
+        self._page, self._more = page, page - 1
+
+    def take(self, lens: torch.Tensor) -> None:
+        """`lens`: integers `[B]` on the host."""
+        tokens = self._tokens
+        tokens[:] = lens.numpy()
+        ((tokens + self._more) // self._page).cumsum(dtype=self._kind, out=self._ends)
+
+    def stamp(self, by_length: bool) -> bytes:
+        """The offsets, and where asked for the lengths, as bytes: equal where they are."""
+        stamp: bytes = self._offsets.tobytes()
+        return stamp + self._tokens.tobytes() if by_length else stamp

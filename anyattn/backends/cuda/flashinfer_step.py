@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
-from anyattn.backends.cuda.flashinfer_native import DecodeAgain, DecodeSizes
-from anyattn.backends.cuda.flashinfer_plan import HostArrays, accepts, uses_tensor_cores, window_left
+from anyattn.backends.cuda.flashinfer_native import DecodeAgain, DecodeSizes, Prepared, point_to
+from anyattn.backends.cuda.flashinfer_plan import (
+    HostArrays,
+    KeptPages,
+    accepts,
+    listed_tokens,
+    uses_tensor_cores,
+    window_left,
+)
 from anyattn.backends.cuda.mirrored import Mirrored
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import step_kind
@@ -31,14 +38,12 @@ class Runs(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A decode wrapper to be planned again: of which slot, for whose pages; `reads`: the table that it is
-    pointed to, None for a captured one."""
+    """Decode wrappers to be planned again for the pages of a table, which they read already."""
 
-    wrapper: Any
-    slot: int
     group: TableGroup
     table: Table
-    reads: Table | None
+    pages: KeptPages
+    wrappers: tuple[tuple[Any, Prepared], ...]
 
 
 @dataclass(eq=False)
@@ -46,7 +51,7 @@ class Step:
     """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step.
 
     `captured`: wrappers of a captured step, in the order in which they are planned. `repeats`: every plan
-    of a decode step, where all can be made by native calls alone.
+    of a decode step, by table, where all can be made by native calls alone.
     """
 
     runs: tuple[Runs, ...] = ()
@@ -101,13 +106,14 @@ class Setup:
         return torch.empty(0, dtype=torch.int32, device=self.device)
 
 
-def plan_again(setup: Setup, plan: Plan, host: HostArrays) -> bool:
+def plan_again(setup: Setup, plan: Plan) -> bool:
     """Plan the decode wrappers that the step has; False where more has to be done, or may have to be."""
     step: Step = plan.private
-    requests = plan.key.num_requests
-    for wrapper, slot, group, table, reads in step.repeats:
-        if not setup.again.plan(wrapper, (slot, requests), host.pages(group, table), reads):
-            return False
+    again = setup.again
+    for group, table, pages, wrappers in step.repeats:
+        pages.take(listed_tokens(plan, group, table))
+        for wrapper, known in wrappers:
+            again.plan(wrapper, known, pages)
     return bool(step.repeats)
 
 
@@ -123,7 +129,7 @@ class StepPlanner:
         self._step: Step = plan.private
         self._lease = Lease(setup.wrappers)
         self._again = iter(self._step.captured)
-        self._repeats = list[Repeat]()
+        self._repeats: dict[Table, list[tuple[Any, Prepared]]] = {}
         self._fixed = in_capture or bool(self._step.captured)
 
     def run(self) -> None:
@@ -131,7 +137,18 @@ class StepPlanner:
         step, slots = self._step, len(self._of.slots)
         step.runs = tuple(self.slot(index) for index in range(slots))
         step.lease = self._lease
-        step.repeats = tuple(self._repeats) if len(self._repeats) == slots else ()
+        step.repeats = self._all_repeats()
+
+    def _all_repeats(self) -> tuple[Repeat, ...]:
+        """Empty unless every slot's plan is one of them."""
+        if sum(map(len, self._repeats.values())) != len(self._of.slots):
+            return ()
+        requests, tables = self._plan.key.num_requests, self._plan.tables
+        groups = {table: group for group, table in tables.items()}
+        return tuple(
+            Repeat(groups[table], table, KeptPages(requests, table.form.kernel_page), tuple(wrappers))
+            for table, wrappers in self._repeats.items()
+        )
 
     def slot(self, index: int) -> Runs:
         """Plan the parts that this step's layers of a slot run."""
@@ -174,22 +191,36 @@ class StepPlanner:
         return self._of.no_pages if self._fixed else table.indices
 
     def _decode(self, index: int, table: Table) -> Any:
-        setup, requests = self._of, self._plan.key.num_requests
+        setup, shape = self._of, (index, self._plan.key.num_requests)
         wrapper = self._wrapper(setup.decode_kind(self._inner, index), index, table)
+        group, again = setup.slots[index][0], setup.again
+        known = again.prepared(wrapper, shape)
+        if known is None:
+            self._decode_anew(wrapper, index, table)
+            known = again.prepared(wrapper, shape)
+        else:
+            pages = KeptPages(shape[1], table.form.kernel_page)
+            pages.take(listed_tokens(self._plan, group.table, table))
+            again.plan(wrapper, known, pages)
+            if not self._fixed:
+                point_to(wrapper, table)
+        if known is not None:
+            self._repeats.setdefault(table, []).append((wrapper, known))
+        return wrapper
+
+    def _decode_anew(self, wrapper: Any, index: int, table: Table) -> None:
+        setup = self._of
         group, heads = setup.slots[index]
-        pages, reads = self._host.pages(group.table, table), None if self._fixed else table
-        if setup.again.offered:
-            self._repeats.append(Repeat(wrapper, index, group.table, table, reads))
-        if setup.again.plan(wrapper, (index, requests), pages, reads):
-            return wrapper
+        pages = self._host.pages(group.table, table)
+        setup.again.forget(wrapper)
         setup.wrappers.plan(
             wrapper, self._both(pages.indptr, table.indptr), self._pages(table),
             self._both(pages.last, table.last_page_len), heads, group.num_kv_heads, group.head_dim,
             table.form.kernel_page, **setup.options[index], kv_data_type=setup.kv_dtype,
             **_lens(wrapper, pages.lens),
         )  # fmt: skip
-        setup.again.remember(wrapper, (index, requests), self._sizes(index, table.form.kernel_page))
-        return wrapper
+        sizes = self._sizes(index, table.form.kernel_page)
+        setup.again.remember(wrapper, (index, self._plan.key.num_requests), sizes)
 
     def _sizes(self, index: int, page: int) -> DecodeSizes:
         setup = self._of

@@ -145,16 +145,16 @@ MUTANTS = (
     ),
     Mutant(
         name="flashinfer: planned again for the lengths before",
-        where=f"{_NATIVE}:_plan",
-        old="args[at] = pages.indptr",
-        new="args[at] = pages.indptr if args[at] is None else args[at]",
+        where=f"{_NATIVE}:DecodeAgain.plan",
+        old="space.stamp == stamp and ",
+        new="",
         names=("several-plans", "steps", "decode"),
     ),
     Mutant(
         name="flashinfer: planned again for another batch size",
-        where=f"{_NATIVE}:DecodeAgain.plan",
-        old="if known.shape != shape:",
-        new="if False:",
+        where=f"{_NATIVE}:DecodeAgain.prepared",
+        old="known is None or known.shape != shape",
+        new="known is None",
         names=("several-plans", "steps", "decode"),
     ),
     Mutant(

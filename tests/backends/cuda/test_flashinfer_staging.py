@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyattn.backends.cuda.flashinfer_staging import Staging
+from anyattn.backends.cuda.flashinfer_staging import PIECE, Pieces, Staging
 
 
 class _Event:
@@ -123,3 +123,87 @@ def test_no_events_where_copies_end_at_once() -> None:
     own = wrapper._pin_memory_int_workspace_buffer
     Staging(None).plan(wrapper, 3)
     assert wrapper._pin_memory_int_workspace_buffer is own
+
+
+class _Streams(_Device):
+    """Copies of several streams; what is recorded on one stands behind that stream's copies alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream: int | None = 1
+        self.captured: set[int] = set()
+        self.owners: list[int | None] = []
+        self.marked: list[tuple[int, int]] = []
+
+    def shared(self) -> int | None:
+        return self.stream
+
+    def record_on(self, handle: int, event: _Event) -> bool:
+        if handle in self.captured:
+            return False
+        event.mark = len(self.copies)
+        self.marked.append((handle, event.mark))
+        return True
+
+    def copy(self, pieces: Pieces, number: int) -> torch.Tensor:
+        memory = pieces.take()
+        assert memory is not None
+        assert memory.shape == (PIECE,)
+        memory[:4] = number
+        self.copies.append((memory, bytes([number] * 4)))
+        self.owners.append(self.stream)
+        return memory
+
+
+def _pieces(device: _Streams) -> Pieces:
+    return Pieces(device)  # type: ignore[arg-type]
+
+
+def test_one_event_stands_behind_a_block_of_pieces() -> None:
+    device = _Streams()
+    pieces = _pieces(device)
+    taken = [device.copy(pieces, number) for number in range(32)]
+    assert len({memory.data_ptr() for memory in taken}) == 32
+    assert (device.waits, len(device.marked)) == (0, 3)
+    for number in range(32, 100):  # the device never runs by itself: each block is waited for
+        device.copy(pieces, number)
+    device.run(100)
+    assert device.waits == 9
+    assert len({memory.data_ptr() for memory, _ in device.copies}) == 32, "no more memory than that"
+
+
+def test_pieces_of_a_device_that_keeps_up_are_not_waited_for() -> None:
+    device = _Streams()
+    pieces = _pieces(device)
+    for number in range(100):
+        device.copy(pieces, number)
+        device.run(number + 1)
+    assert device.waits == 0
+
+
+def test_a_block_holds_copies_of_one_stream() -> None:
+    device = _Streams()
+    pieces = _pieces(device)
+    for number in range(24):
+        device.stream = 1 + number // 3 % 2
+        device.copy(pieces, number)
+    for handle, mark in device.marked:
+        assert device.owners[mark - 1] == handle, "marked on the stream that was left"
+    assert len(device.marked) == 7
+    device.run(24)
+
+
+def test_a_block_that_could_not_be_marked_is_never_used_again() -> None:
+    device = _Streams()
+    pieces = _pieces(device)
+    lost = {device.copy(pieces, number).data_ptr() for number in range(3)}
+    device.captured, device.stream = {1}, 2
+    later = {device.copy(pieces, number).data_ptr() for number in range(3, 100)}
+    assert not lost & later
+    device.run(100)
+
+
+def test_no_pieces_where_streams_cannot_be_told_apart() -> None:
+    device = _Streams()
+    device.stream = None
+    assert _pieces(device).take() is None
