@@ -43,11 +43,11 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         held("view"),
     ),
     "positions that a batch brings": (
-        "anyattn.core.metadata.checks:same_shape",
-        "and (batch.positions is None) is (was.positions is None)", "", other(positions=[4, 8]),
+        f"{_COMPILER}.fit", "loc is None, positions is None, room", "loc is None, room",
+        other(positions=[4, 8]),
     ),
     "the width of block tables": (
-        f"{_COMPILER}.fits", "if table.block_table.shape[1] != _width(pages, table.form):", "if False:",
+        f"{_COMPILER}.fit", "if form.kind is TableKind.BLOCK_TABLE:", "if False:",
         blocks(promises.test_wider_block_tables_are_made_anew),
     ),
     "the bound of the lengths": (
@@ -82,11 +82,11 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         blocks(promises.test_tables_that_windows_trim_are_not_kept),
     ),
     "the room of lists": (
-        f"{_COMPILER}.fits", "if table.indices.shape[0] != entries + table.form.index_slack:", "if False:",
+        f"{_COMPILER}.fit", "room = csr_entries(batch, form.kernel_page, self.table.max_context)", "pass",
         blocks(promises.test_a_list_without_room_is_made_anew),
     ),
     "vectors on the device": (
-        f"{_COMPILER}.fits", "if not value.is_cpu:", "if False:",
+        f"{_COMPILER}.fit", "and batch.seq_lens.is_cpu", "",
         promises.test_vectors_that_are_not_on_the_host,
     ),
 }  # fmt: skip

@@ -300,11 +300,13 @@ def test_only_so_many_plans_are_kept(steps: Steps) -> None:
 def test_vectors_that_are_not_on_the_host(steps: Steps) -> None:
     """A plan has copied them to memory apart; a kept one has no place for them."""
     steps.plan(steps.batch(5, 9))
-    kept = steps.eager._plans[0].plan
+    kept = steps.eager._plans[0]
     batch = steps.batch(6, 10)
-    elsewhere = batch.view(seq_lens=batch.seq_lens.to("meta"))
-    assert not steps.compiler.fits(kept, elsewhere)
-    assert steps.compiler.fits(kept, batch)
+    for name in ("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc"):
+        elsewhere = batch.view(**{name: getattr(batch, name).to("meta")})
+        assert steps.compiler.fit(elsewhere) is None
+        assert steps.eager._free(elsewhere, steps.serves) is None
+    assert steps.compiler.fit(batch) == kept.fit
 
 
 def test_without_counts_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_vectors_are_packed_for_a_pull(uploader: Uploader) -> None:
 
     def pull(asked: UploadLayout, memory: torch.Tensor, offset: int, stream: int) -> bool:
         wide = memory[offset : offset + asked.wide_bytes].view(torch.int64)
-        heard.append((offset % 16, stream, wide[:3].tolist(), wide[4:9].tolist(), wide[10:14].tolist()))
+        heard.append((offset % 16, stream, wide[:3].tolist(), wide[3:8].tolist(), wide[8:12].tolist()))
         return True
 
     uploader.pull = pull
@@ -161,6 +161,26 @@ def test_vectors_are_packed_for_a_pull(uploader: Uploader) -> None:
         uploader.send_again(layout(region), vectors())
     assert heard == [(0, 7, [0, 1, 2], [10, 11, 12, 13, 14], [20, 21, 22, 23])] * 2
     assert not region.any(), "nothing was copied besides"
+
+
+@pytest.mark.parametrize("how", ["pulled", "refused", "no stream", "no kernel"])
+def test_vectors_that_lie_side_by_side_already(how: str, uploader: Uploader) -> None:
+    heard = []
+
+    def pull(asked: UploadLayout, memory: torch.Tensor, offset: int, stream: int) -> bool:
+        heard.append(memory[offset : offset + asked.wide_bytes].view(torch.int64).tolist())
+        return how == "pulled"
+
+    uploader.pull = None if how == "no kernel" else pull
+    if how == "no stream":
+        uploader._events.current = None  # type: ignore[attr-defined]
+    region, given = torch.zeros(96, dtype=torch.uint8), vectors()
+    whole = torch.cat(given)
+    for _ in range(3):
+        uploader.send_again(layout(region), given, whole.numpy())
+    assert heard == ([whole.tolist()] * 3 if how in ("pulled", "refused") else [])
+    copied = region[:24].view(torch.int64).tolist() + region[32:52].view(torch.int32).tolist()
+    assert copied == ([0] * 8 if how == "pulled" else whole[:8].tolist())
 
 
 @pytest.mark.parametrize("odd", ["no stream", "refused", "int32", "strided"])

@@ -19,9 +19,10 @@ from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
 from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, StepStorage
-from anyattn.core.metadata.checks import check_host, check_same_shape, check_values, same_shape
+from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
 from anyattn.core.metadata.extent import csr_entries, max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
+from anyattn.core.metadata.pack import Pack, Packs
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.metadata.upload import Uploader, UploadLayout
 from anyattn.core.metadata.windows import (
@@ -70,6 +71,7 @@ class MetadataCompiler:
         self.uploader, self._fresh = Uploader(self.device), FreshStorage(self.device)
         self._groups = tuple(g for g in groups.table_groups if g.kind is not AttentionKind.ENCODER_ONLY)
         self._translates = translates(pool, self._groups)
+        self._packs = Packs(self._slots, table.max_requests, table.max_context, pool.listed_slots)
 
     def prepare(
         self,
@@ -127,13 +129,12 @@ class MetadataCompiler:
         Raises:
             BatchError: as `prepare`. GraphError: a batch of another shape than the captured one.
         """
-        self._check_host(batch)
+        pack = self._packed(batch)
+        if pack is None:
+            self._check_host(batch)
         check_same_shape(plan, batch)
-        self._rewrite(plan, batch, tree_mask)
-
-    def _rewrite(self, plan: Plan, batch: ForwardBatch, tree_mask: TreeMaskMode) -> None:
         assert plan.storage is not None
-        self._upload_again(batch, plan, plan.storage)
+        self._upload_again(batch, plan, plan.storage, pack)
         plan.retarget(batch)
         if batch.mask is not None:
             prepare_mask(plan, tree_mask, plan.storage, self.device)
@@ -147,32 +148,33 @@ class MetadataCompiler:
         Raises:
             BatchError: as `prepare`.
         """
-        layout = plan.uploaded
+        layout, pack = plan.uploaded, self._packed(batch)
         assert layout is not None
-        self._check_host(batch)
-        self.uploader.send_again(layout, layout.read(batch))
+        if pack is None:
+            self._check_host(batch)
+            self.uploader.send_again(layout, layout.read(batch))
+        else:
+            self._send(layout, pack)
         plan.retarget(batch)
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table))
         plan.max_kv_len = max_kv_len(batch, self.table.max_context)
 
-    def fits(self, plan: Plan, batch: ForwardBatch) -> bool:
-        """`renew` would leave in a plan (one that `eager.layout_of` has found plain) what `prepare` makes."""
-        if plan.uploaded is None or not same_shape(plan, batch):
-            return False
-        for value in plan.uploaded.read(batch):
-            if not value.is_cpu:
-                return False
-        for table in plan.tables.values():
-            if table.block_table is not None:
-                pages = -(-max_kv_len(batch, self.table.max_context) // table.form.kernel_page)
-                if table.block_table.shape[1] != _width(pages, table.form):
-                    return False
-            if table.indices is not None:
-                entries = csr_entries(batch, table.form.kernel_page, self.table.max_context)
-                if table.indices.shape[0] != entries + table.form.index_slack:
-                    return False
-        return True
+    def fit(self, batch: ForwardBatch) -> tuple[object, ...] | None:
+        """What the tensors of a plain plan (`eager.layout_of`) follow from: in that of one batch `renew`
+        leaves what `prepare` makes for another with the same. None: not all is on the host.
+        """
+        rows, loc, positions = batch.req_pool_indices, batch.out_cache_loc, batch.positions
+        if not (rows.is_cpu and batch.seq_lens.is_cpu and batch.extend_seq_lens.is_cpu):
+            return None
+        if not ((loc is None or loc.is_cpu) and (positions is None or positions.is_cpu)):
+            return None
+        room, form = 0, self.form
+        if form.kind is TableKind.BLOCK_TABLE:
+            room = _width(-(-max_kv_len(batch, self.table.max_context) // form.kernel_page), form)
+        elif form.kind is not TableKind.REQUEST_TABLE:
+            room = csr_entries(batch, form.kernel_page, self.table.max_context)
+        return rows.shape[0], batch.num_tokens, loc is None, positions is None, room
 
     def fill(self, plan: Plan) -> None:  # anyattn: in-graph
         """Device half: static shapes, no host sync; may be recorded in a graph."""
@@ -230,13 +232,28 @@ class MetadataCompiler:
             return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}
         return self._gather(fields, values, on_host, storage)
 
-    def _upload_again(self, batch: ForwardBatch, plan: Plan, storage: StepStorage) -> None:
+    def _packed(self, batch: ForwardBatch) -> Pack | None:
+        """The batch's vectors as one, found as `_check_host` wants them; None: nothing is known of them."""
+        if not self._any_slot_is_writable:
+            return None
+        if batch.ids is not self.pool.ids:
+            check_ids(batch, self.pool)
+        return self._packs.taken(batch, check=self.checks != "off")
+
+    def _send(self, layout: UploadLayout, pack: Pack) -> None:
+        self.uploader.send_again(layout, pack.views, pack.wide)
+        self._packs.give_back(pack)
+
+    def _upload_again(self, batch: ForwardBatch, plan: Plan, storage: StepStorage, pack: Pack | None) -> None:
         """`_upload` to where the captured batch's vectors went: the same fields, of the same lengths."""
         layout = plan.uploaded
         if layout is None:
             fields, _ = _vectors(batch)
             region, vectors = storage.packed(fields)
             layout = plan.uploaded = _layout(region, fields, vectors)
+        if pack is not None:
+            self._send(layout, pack)
+            return
         values = layout.read(batch)
         for value in values:
             if not value.is_cpu:

@@ -46,10 +46,10 @@ _Counts = tuple[list[int], list[int], list[int]]
 class _Kept:
     """A plan, and how often each of its parts is referred to while nobody else holds one."""
 
-    __slots__ = ("_counts", "_parts", "_storages", "_tensors", "inference", "plan", "stream")
+    __slots__ = ("_counts", "_parts", "_storages", "_tensors", "fit", "inference", "plan", "stream")
 
-    def __init__(self, plan: Plan, stream: int) -> None:
-        self.plan, self.stream = plan, stream
+    def __init__(self, plan: Plan, stream: int, fit: tuple[object, ...]) -> None:
+        self.plan, self.stream, self.fit = plan, stream, fit
         self.inference = torch.is_inference_mode_enabled()
         self._tensors = list({id(each): each for each in _tensors(plan)}.values())
         memory = {each._cdata: each for each in (t.untyped_storage() for t in self._tensors)}
@@ -170,23 +170,25 @@ class EagerPlans:
         """
         if plan.key.mode is not ForwardMode.DECODE or not self._open(plan.batch):
             return plan
-        layout = layout_of(plan)
-        if layout is not None:
+        layout, fit = layout_of(plan), self._compiler.fit(plan.batch)
+        if layout is not None and fit is not None:
             plan.uploaded = layout
             if len(self._plans) >= _COUNT:
                 del self._plans[0]
-            self._plans.append(_Kept(plan, self._stream()))
+            self._plans.append(_Kept(plan, self._stream(), fit))
         return plan
 
     def _free(self, batch: ForwardBatch, serves: Callable[[Plan, ForwardBatch], bool]) -> _Kept | None:
         """Takes out a plan that nobody holds and that the batch fits, the last used before others: the next
         batch is most likely like the last.
         """
-        stream, inference, fits = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fits
+        stream, inference, fit = self._stream(), torch.is_inference_mode_enabled(), self._compiler.fit(batch)
+        if fit is None:
+            return None
         for kept in self._plans[::-1]:
             if not (kept.stream == stream and kept.inference is inference) or kept.is_held():
                 continue
-            if not fits(kept.plan, batch) or not serves(kept.plan, batch):
+            if kept.fit != fit or not serves(kept.plan, batch):
                 continue
             try:  # taken out before it is counted: another thread may plan at the same time
                 self._plans.remove(kept)

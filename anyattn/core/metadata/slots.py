@@ -4,6 +4,7 @@ outside the sink page, each once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,20 @@ class SlotCheck:
             self._notes[: self._first] = 0  # a list that is refused may have left notes there
             self._refuse(name, slots)
 
+    def noting(self, count: int) -> Callable[[Any], bool]:
+        """For lists of `count` slots, numpy int64 and inside the pool: whether `check` would refuse none of
+        them. Where it says False, `check` is to follow.
+        """
+        order, whole = self._orders.get(count) or self._numbers(count)
+        notes, _, sink = self._views
+        clean = self._clean
+
+        def noted(at: Any) -> bool:
+            notes[at] = order
+            return bool(notes[at].tobytes() == whole and sink.tobytes() == clean)
+
+        return noted
+
     def _by_numpy(self, slots: torch.Tensor, count: int) -> bool:
         """For a list of a few hundred, the same operations of torch take three times as long."""
         order, whole = self._orders.get(count) or self._numbers(count)
@@ -78,6 +93,11 @@ class SlotCheck:
             return False
         # A negative slot counts from the end: of other notes here than there, and those stay zero.
         return bool(both[at].tobytes() == whole and sink.tobytes() == self._clean)
+
+    @property
+    def by_numpy(self) -> bool:
+        """There is numpy."""
+        return not self._plain
 
     def _by_torch(self, slots: torch.Tensor, count: int) -> bool:
         order, _ = self._orders.get(count) or self._numbers(count)

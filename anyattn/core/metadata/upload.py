@@ -20,7 +20,7 @@ from anyattn.errors import BatchError
 
 __all__ = ["Part", "Place", "Pull", "UploadLayout", "Uploader"]
 
-_ALIGN = 2  # int64 entries: keeps every packed vector 16-byte aligned
+_ALIGN = 2  # int64 entries: keeps every vector of `upload` 16-byte aligned
 _SLOTS = 4  # staging buffers in flight before one is reused
 _KEPT = 512  # views kept of one staging buffer
 
@@ -37,9 +37,9 @@ class Place(NamedTuple):
 
 
 Pull = Callable[["UploadLayout", torch.Tensor, int, int], bool]
-"""`pull(layout, memory, offset, stream)`: start a kernel on the stream that reads int64 vectors, each from a
-multiple of 16 bytes on, at `offset` of pinned `memory` and stores them at the layout's places. False where
-there is none, and nothing was done.
+"""`pull(layout, memory, offset, stream)`: start a kernel on the stream that reads int64 vectors, one behind
+the other, at `offset` of pinned `memory` and stores them at the layout's places. False where there is none,
+and nothing was done.
 """
 
 
@@ -57,6 +57,14 @@ class _Staging:
 
     def __post_init__(self) -> None:
         self.size, self.address = self.memory.shape[0], self.memory.data_ptr()
+        self.wide: Any = None
+        """The memory as int64, as numpy has it; made when first asked for."""
+
+    def put(self, offset: int, wide: Any) -> None:
+        """Store a numpy int64 vector from byte `offset` on, a multiple of 8."""
+        if self.wide is None:
+            self.wide = self.memory[: self.size & -8].view(torch.int64).numpy()
+        self.wide[offset >> 3 : (offset >> 3) + len(wide)] = wide
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         key = (offset, length, dtype)
@@ -81,10 +89,10 @@ class UploadLayout:
         self.pulled: Any = None
         """What `Pull` keeps of it."""
         self.wide, at = list[tuple[int, int]](), 0
-        """Byte offset and size of each vector as int64, side by side."""
+        """Byte offset and size of each vector as int64, one behind the other."""
         for place in self.places:
             self.wide.append((at, 8 * place.length))
-            at += -(-place.length // _ALIGN) * _ALIGN * 8
+            at += 8 * place.length
         self.wide_bytes = at
         self.in_place = list[torch.Tensor]()
         """Views of a region that the host writes to itself."""
@@ -148,13 +156,29 @@ class Uploader:
             if staging.stream is None:
                 self._events.record(staging.copied)
 
-    def send_again(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...]) -> None:
-        """As `send`, for the vectors (on the host) of another batch of the same layout."""
+    def send_again(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...], wide: Any = None) -> None:
+        """As `send`, for the vectors (on the host) of another batch of the same layout.
+
+        `wide`: the same vectors as one of numpy, int64, one behind the other.
+        """
         if self._on_cpu:
             torch._foreach_copy_(layout.in_place, vectors)
             return
-        if self.pull is None or not self._pulled(layout, vectors, self.pull):
-            self.send(layout.region, layout.parts(vectors))
+        pull = self.pull
+        if pull is not None:
+            pulled = self._pulled(layout, vectors, pull) if wide is None else self._put(layout, wide, pull)
+            if pulled:
+                return
+        self.send(layout.region, layout.parts(vectors))
+
+    def _put(self, layout: UploadLayout, wide: Any, pull: Pull) -> bool:
+        """The device reads `wide`; False where the streams here aren't plain."""
+        with self._lock:
+            staging, first = self._staging(layout.wide_bytes)
+            if staging.stream is None:
+                return False
+            staging.put(first, wide)  # a few hundred integers: torch's copies cost several times as much
+            return pull(layout, staging.memory, first, staging.stream)
 
     def _pulled(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...], pull: Pull) -> bool:
         """The device reads the vectors; False where they, or the streams here, aren't plain."""

@@ -31,22 +31,22 @@ def pull_kernel(
 ):  # fmt: skip
     """Grid `(ceil(longest / BLOCK), parts)`.
 
-    `source`: int64 vectors of `n` entries side by side, each from an even entry on; `region` uint8: vector k
-    is stored from byte `to` on, as int32 where bit k of NARROW is set.
+    `source`: int64 vectors of `n` entries, one behind the other; `region` uint8: vector k is stored from byte
+    `to` on, as int32 where bit k of NARROW is set.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.program_id(1)
-    at = (n0 + 1) // 2 * 2
+    at = n0
     if part == 0:
         _moved(source, region, 0, n0, to0, i, NARROW & 1)
     if part == 1:
         _moved(source, region, at, n1, to1, i, NARROW >> 1 & 1)
-    at += (n1 + 1) // 2 * 2
+    at += n1
     if part == 2:
         _moved(source, region, at, n2, to2, i, NARROW >> 2 & 1)
-    at += (n2 + 1) // 2 * 2
+    at += n2
     if part == 3:
         _moved(source, region, at, n3, to3, i, NARROW >> 3 & 1)
-    at += (n3 + 1) // 2 * 2
+    at += n3
     if part == 4:
         _moved(source, region, at, n4, to4, i, NARROW >> 4 & 1)

@@ -1,0 +1,127 @@
+"""A step's vectors as one: what is taken is what the batch holds, and nothing wrong is found right."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from eager_steps import CONTEXT, PAGE, REQUESTS, Steps
+
+from anyattn.core.batch import ForwardBatch
+from anyattn.core.metadata import pack as module
+from anyattn.core.metadata.pack import Pack
+from anyattn.errors import BatchError
+
+LAST = PAGE + REQUESTS * CONTEXT - 1
+
+
+@pytest.fixture
+def steps() -> Steps:
+    made = Steps()
+    made.compiler.checks = "host"
+    return made
+
+
+def batch(rows: list[int], lens: list[int], loc: list[int] | None, **options: Any) -> ForwardBatch:
+    return ForwardBatch.extend(rows, [n - 1 for n in lens], [1] * len(lens), loc, **options)
+
+
+RIGHT = {
+    "one": batch([0], [1], [PAGE]),
+    "the last of all": batch([REQUESTS - 1, 0], [CONTEXT, 1], [LAST, PAGE]),
+    "no slots": batch([0, 1], [3, 4], None),
+    "positions": batch([0, 1], [3, 4], [9, 8], positions=[-5, 1 << 60]),
+    "padding": batch([0, REQUESTS], [3, 1], [9, 0], num_padding_requests=1),
+    "padding alone": batch([REQUESTS] * 2, [1, 1], [0, 0], num_padding_requests=2),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_taken_as_it_is(name: str, steps: Steps) -> None:
+    given = RIGHT[name]
+    for _ in range(2):
+        pack = steps.compiler._packed(given)
+        assert pack is not None
+        fields = ("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions")
+        vectors = [v for v in (getattr(given, each) for each in fields) if v is not None]
+        assert [each.tolist() for each in pack.views] == [each.tolist() for each in vectors]
+        assert pack.wide.tolist() == torch.cat(vectors).tolist()
+
+
+WRONG = {
+    "row": batch([0, REQUESTS], [3, 4], [9, 8]),
+    "negative row": batch([-1, 0], [3, 4], [9, 8]),
+    "length": batch([0, 1], [CONTEXT + 1, 4], [9, 8]),
+    "sink": batch([0, 1], [3, 4], [9, PAGE - 1]),
+    "negative slot": batch([0, 1], [3, 4], [9, -9]),
+    "beyond the pool": batch([0, 1], [3, 4], [LAST + 1, 9]),
+    "far beyond": batch([0, 1], [3, 4], [1 << 62, 9]),
+    "twice": batch([0, 1], [3, 4], [9, 9]),
+    "too little padding": batch([0, REQUESTS, REQUESTS], [3, 1, 1], [9, 0, 0], num_padding_requests=1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_with_the_reason(name: str, steps: Steps) -> None:
+    wrong, right = WRONG[name], steps.batch(*[5] * WRONG[name].batch_size)
+    for _ in range(2):
+        assert steps.compiler._packed(wrong) is None
+        with pytest.raises(BatchError):
+            steps.compiler._check_host(wrong)
+        assert steps.compiler._packed(right) is not None, "nothing of it is left"
+
+
+def test_vectors_elsewhere_or_of_other_lengths_are_left_alone(steps: Steps) -> None:
+    good = steps.batch(5, 9)
+    for change in (
+        {"seq_lens": good.seq_lens.to("meta")},
+        {"out_cache_loc": torch.tensor([9])},
+        {"extend_seq_lens": torch.ones(1, dtype=torch.int64), "positions": torch.zeros(3, dtype=torch.int64)},
+    ):
+        assert steps.compiler._packed(good.view(**change)) is None
+    assert steps.compiler._packed(good) is not None
+
+
+def test_lengths_that_the_batch_has_twice_are_checked_apart(steps: Steps) -> None:
+    good, long = steps.batch(5, 9), steps.batch(5, 10)
+    assert steps.compiler._packed(good.view(host_lens=long.host_lens)) is None
+
+
+def test_a_plan_that_takes_a_pack_has_the_batchs_values(steps: Steps) -> None:
+    for lens in ((5, 9), (6, 10), (1, CONTEXT)):
+        steps.plan(steps.batch(*lens))
+    assert len(steps.compiler._packs) == 1
+    for count in range(1, REQUESTS):
+        for _ in range(2):
+            steps.plan(steps.batch(*[3] * count))
+    assert len(steps.compiler._packs) == REQUESTS - 1
+
+
+def test_only_so_many_are_kept(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 3)
+    for count in (*range(1, REQUESTS), *range(1, REQUESTS)):
+        for _ in range(2):
+            steps.plan(steps.batch(*[3] * count))
+        assert 1 <= len(steps.compiler._packs) <= 3
+
+
+def test_two_threads_have_packs_of_their_own(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has taken its vectors and is looked at when the other takes its own, of the same shape."""
+    steps.plan(steps.batch(5, 9))
+    first, second = steps.batch(6, 10), steps.batch(7, 11)
+    is_right, others = Pack.is_right, list[Any]()
+
+    def slowly(pack: Pack) -> bool:
+        if threading.current_thread() is threading.main_thread() and not others:
+            other = threading.Thread(target=lambda: others.append(steps.compiler._packed(second)))
+            other.start()
+            other.join()
+        return is_right(pack)
+
+    monkeypatch.setattr(Pack, "is_right", slowly)
+    mine = steps.compiler._packed(first)
+    assert mine is not None
+    assert mine.views[1].tolist() == [6, 10]
+    assert others[0].views[1].tolist() == [7, 11]
