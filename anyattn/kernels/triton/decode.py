@@ -23,7 +23,7 @@ def _stream(
     PAGE: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of request `b`, from column `start` on: the softmax's state `(m, den, acc)`."""
     if PAIRS > 0:
@@ -31,6 +31,7 @@ def _stream(
             q, b, row, start, length, lo, hi, source, source_row, slot_map, k_base, v_base, q_t, q_h,
             k_page, k_row, v_page, v_row, heads, in_group, logit_scale, cap, window,
             PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N, HAS_CAP, HAS_WINDOW, PAIRS, FLAT, WIDE,
+            ALIKE,
         )  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -55,7 +56,9 @@ def _stream(
         key = tl.load(
             k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0
         )
-        v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
+        v_off = k_off
+        if not ALIKE:
+            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         value = tl.load(
             v_base + v_off[:, None] + offs_dv[None, :],
             mask=live[:, None] & (offs_dv < DV)[None, :],
@@ -111,18 +114,20 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
-    WALK: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIKE: tl.constexpr, UNIT: tl.constexpr, WALK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * Hkv * head_blocks,)`, heads fastest: they read neighbouring memory at the same time.
 
-    `ranges int32 [R, FIELDS]`: see `ranges_kernel`. `slot_map` translates the table's slots to those of the
-    cache; None: they are the same. A request that one range holds is written to `out`, with its sink; a
-    piece of one that several hold to row `range + request` of `part_out [R + B, Hq, DV]` and
-    `part_lse [R + B, Hq]`, natural log, without sinks. WALK: a range may hold several requests.
-    PAIRS: 8-bit keys are read two at a time, and multiplied as float16; see `halves` and `attention.pairs`.
+    `ranges int32 [R, FIELDS]`: see `ranges_kernel`, whose tiles are of UNIT keys. `slot_map` translates the
+    table's slots to those of the cache; None: they are the same. A request that one range holds is written
+    to `out`, with its sink; a piece of one that several hold to row `range + request` of
+    `part_out [R + B, Hq, DV]` and `part_lse [R + B, Hq]`, natural log, without sinks. WALK: a range may hold
+    several requests. PAIRS: 8-bit keys are read two at a time, and multiplied as float16; see `halves` and
+    `attention.pairs`. ALIKE: K and V have the same strides.
     OVERLAP 1: the merge may be launched before the last program has ended (sm_90: programmatic dependent
     launch); 2: so was this kernel before the one in front of it.
     """
+    tl.static_assert(UNIT % SUB == 0)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     if OVERLAP > 1:
         tl.extra.cuda.gdc_wait()
@@ -147,16 +152,16 @@ def decode_kernel(
     values_scale = v_scale + kv_head * v_scale_h
     if WALK:
         while left > 0:
-            tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+            tiles = tl.maximum(tl.cdiv(length, UNIT), 1)
             stop = tl.minimum(left, tiles - at) + at
             whole = (at == 0) & (stop == tiles)
-            lo = at * BLOCK_N
+            lo = at * UNIT
             left -= stop - at
             m, den, acc = _stream(
-                q, b, row, start, length, lo, tl.minimum(stop * BLOCK_N, length), source, source_row,
+                q, b, row, start, length, lo, tl.minimum(stop * UNIT, length), source, source_row,
                 slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
                 logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-                HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
+                HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE, ALIKE,
             )  # fmt: skip
             row = tl.load(req_rows + b + 1, mask=left > 0, other=0).to(tl.int32)
             start, length = listed(kv_start, kv_lens, b + 1, left > 0, window, SUB, HAS_WINDOW)
@@ -170,12 +175,12 @@ def decode_kernel(
     else:
         stop = at + left
         m, den, acc = _stream(
-            q, b, row, start, length, at * BLOCK_N, tl.minimum(stop * BLOCK_N, length), source, source_row,
+            q, b, row, start, length, at * UNIT, tl.minimum(stop * UNIT, length), source, source_row,
             slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
             logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-            HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
+            HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE, ALIKE,
         )  # fmt: skip
-        whole = (at == 0) & (stop == tl.maximum(tl.cdiv(length, BLOCK_N), 1))
+        whole = (at == 0) & (stop == tl.maximum(tl.cdiv(length, UNIT), 1))
         _finish(
             m, den, acc, b, r, whole, out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t,
             values_scale, heads, in_group, kv_heads, GROUP, DV, BLOCK_DV,

@@ -100,10 +100,10 @@ def ranges_constants(step: DecodeStep) -> tuple[int, ...]:
     """Of `RANGES_CONSTEXPRS`, what deals the step out."""
     batch, tiles = step.req_rows.shape[0], step.tiles
     return (
-        tiles.block_n,
-        sub_page(step.run, tiles.block_n),
+        tiles.keys,
+        sub_page(step.run, tiles.keys),
         step.window is not None,
-        tiles.min_tiles,
+        tiles.min_tiles * tiles.block_n // tiles.keys,
         tiles.split,
         tiles.split and not tiles.parts and batch <= min(tiles.num_ranges, _BLOCK_B),
         _FEW_B if batch <= _FEW_B else _BLOCK_B,
@@ -158,7 +158,8 @@ class _Layer:
             "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
             "UPCAST": upcast(dtype), "PAIRS": pairs(cache, heads, dtype) if tiles.half else 0,
-            "FLAT": cache.flat, "WIDE": cache.wide,
+            "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
+            "UNIT": tiles.keys,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {

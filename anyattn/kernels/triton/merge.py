@@ -68,12 +68,12 @@ def merge_ranges_kernel(
 
     `part_out [R + B, Hq, DV]` float32, `part_lse [R + B, Hq]` natural log, as `decode_kernel` writes them.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     r = tl.program_id(0) // num_heads * EVERY
     head = tl.program_id(0) % num_heads
-    b = tl.load(ranges + r * 16 + 8)
+    b = tl.load(ranges + r * 16 + 8)  # older than the kernel in front, which has waited for what it reads
     pieces = tl.load(ranges + r * 16 + 9)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     if pieces > 0:
         offs_s = tl.arange(0, BLOCK_S)
         offs_dv = tl.arange(0, BLOCK_DV)

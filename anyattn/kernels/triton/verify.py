@@ -69,9 +69,14 @@ def _piece(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DIRECT: tl.constexpr, MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows from `row0` on of request `b`, against its tiles `at` to `stop`: to `out` or to its pieces."""
+    table = source + row.to(tl.int64) * source_row + start
+    entry = tl.arange(0, BLOCK_N // SUB) * SUB
+    lo = at * UNIT
+    # Asked for together with where the request's rows are: keys would else wait for one after the other.
+    first = table_slots(table, lo + entry, lo + entry < tl.minimum(stop * UNIT, length), None)
     offset, extend = _own_tokens(query_offsets, b, max_new)
     prefix = tl.load(prefix_lens + b)
     if row0 < extend * GROUP:
@@ -105,7 +110,7 @@ def _piece(
         last_token = tl.minimum((row0 + BLOCK_M - 1) // GROUP, extend - 1)
 
         # Columns from `whole` to `full` are seen by every row; nothing from `end` on is, by any.
-        end = tl.minimum(stop * BLOCK_N, length)
+        end = tl.minimum(stop * UNIT, length)
         if DIRECT:
             end = tl.minimum(end, prefix - start)
         elif MASK == 0:
@@ -120,13 +125,12 @@ def _piece(
         v_base = v_cache + kv_head.to(tl.int64) * v_head
         logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
         base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
-        table = source + row.to(tl.int64) * source_row + start
         m = tl.full([BLOCK_M], -1.0e38, tl.float32)
         den = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        entry = tl.arange(0, BLOCK_N // SUB) * SUB
-        lo = at * BLOCK_N
-        ahead = table_slots(table, lo + entry, lo + entry < end, slot_map)
+        ahead = first
+        if slot_map is not None:
+            ahead = tl.load(slot_map + first, mask=lo + entry < end, other=0)
         for n in range(lo, end, BLOCK_N):
             slots = ahead  # table entries of the next tile are fetched before this tile's keys
             ahead = table_slots(table, n + BLOCK_N + entry, n + BLOCK_N + entry < end, slot_map)
@@ -245,19 +249,21 @@ def verify_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DIRECT: tl.constexpr, MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, UPCAST: tl.constexpr,
-    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, UNIT: tl.constexpr,
     WALK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * row_blocks * Hkv,)`, heads fastest: they read neighbouring memory at the same time.
 
-    `ranges int32 [R, FIELDS]`: see `ranges_kernel`; a request has `max_new` tokens at most, whose rows are
-    `row_blocks` blocks of BLOCK_M, or nothing is done for it. What one range holds is written to `out`, with
-    its sink; a piece of what several hold to row `range + request` of `part_out [R + B, Hkv, max_new *
-    GROUP, DV]` and `part_lse [R + B, Hkv, max_new * GROUP]`, natural log, without sinks. WALK: a range may
-    hold several requests. DIRECT: new tokens are rows of k and v, and the pool is read up to them. POSITIONS:
-    those of the caller, for windows. HALF: stored 8-bit keys are multiplied as float16, which the chip makes
-    of them in one instruction; a query row is brought to [-1, 1] for it. OVERLAP: as in `decode_kernel`.
+    `ranges int32 [R, FIELDS]`: see `ranges_kernel`, whose tiles are of UNIT keys; a request has `max_new`
+    tokens at most, whose rows are `row_blocks` blocks of BLOCK_M, or nothing is done for it. What one range
+    holds is written to `out`, with its sink; a piece of what several hold to row `range + request` of
+    `part_out [R + B, Hkv, max_new * GROUP, DV]` and `part_lse [R + B, Hkv, max_new * GROUP]`, natural log,
+    without sinks. WALK: a range may hold several requests. DIRECT: new tokens are rows of k and v, and the
+    pool is read up to them. POSITIONS: those of the caller, for windows. HALF: stored 8-bit keys are
+    multiplied as float16, which the chip makes of them in one instruction; a query row is brought to [-1, 1]
+    for it. OVERLAP: as in `decode_kernel`.
     """
+    tl.static_assert(UNIT % SUB == 0)
     if OVERLAP > 1:
         tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
@@ -273,7 +279,7 @@ def verify_kernel(
     length = tl.load(record + 6)
     if WALK:
         while left > 0:
-            tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+            tiles = tl.maximum(tl.cdiv(length, UNIT), 1)
             stop = tl.minimum(left, tiles - at) + at
             _piece(
                 b, r, at, stop, tiles, row, start, length, row0, kv_head, q, k, v, out, lse, sinks,
@@ -283,7 +289,7 @@ def verify_kernel(
                 k_cache, v_cache, slot_map, k_scale, v_scale, k_page, k_row, k_head, v_page, v_row, v_head,
                 k_scale_h, v_scale_h, scale, cap, window, kv_heads,
                 PAGE, SUB, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, DIRECT, MASK, HAS_WINDOW,
-                POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE,
+                POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE, UNIT,
             )  # fmt: skip
             left -= stop - at
             at *= 0
@@ -292,7 +298,7 @@ def verify_kernel(
             start = tl.load(kv_start + b, mask=left > 0, other=0)
             length = tl.load(kv_lens + b, mask=left > 0, other=0)
     elif left > 0:
-        tiles = tl.maximum(tl.cdiv(length, BLOCK_N), 1)
+        tiles = tl.maximum(tl.cdiv(length, UNIT), 1)
         _piece(
             b, r, at, at + left, tiles, row, start, length, row0, kv_head, q, k, v, out, lse, sinks,
             q_t, q_h, k_t, k_h, v_t, v_h, out_t, out_h, lse_t,
@@ -301,7 +307,7 @@ def verify_kernel(
             k_cache, v_cache, slot_map, k_scale, v_scale, k_page, k_row, k_head, v_page, v_row, v_head,
             k_scale_h, v_scale_h, scale, cap, window, kv_heads,
             PAGE, SUB, GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, DIRECT, MASK, HAS_WINDOW,
-            POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE,
+            POSITIONS, HAS_CAP, HAS_SINKS, WRITE_LSE, UPCAST, HALF, FLAT, WIDE, ALIKE, UNIT,
         )  # fmt: skip
     if OVERLAP > 0:
         tl.extra.cuda.gdc_launch_dependents()
@@ -316,13 +322,13 @@ def merge_verify_kernel(
     """Grid `(R / EVERY * cdiv(Hq * max_new, ROWS),)`: range r's programs merge the request that begins in it
     and ends in a later one. EVERY: requests begin in every so manieth range alone.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     rows = kv_heads * max_new * GROUP
     blocks = tl.cdiv(rows, ROWS)
     r = tl.program_id(0) // blocks * EVERY
-    b = tl.load(ranges + r * 16 + 8)
+    b = tl.load(ranges + r * 16 + 8)  # older than the kernel in front, which has waited for what it reads
     pieces = tl.load(ranges + r * 16 + 9)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     if pieces > 0:
         at = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
         offset, extend = _own_tokens(query_offsets, b, max_new)

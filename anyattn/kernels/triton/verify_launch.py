@@ -139,6 +139,7 @@ class _Layer:
             "HAS_CAP": variant.cap is not None, **shared, "UPCAST": upcast(dtype),
             "HALF": tiles.half and dtype is not torch.float32,
             "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
+            "UNIT": keys.keys,
             "WALK": not keys.parts, "OVERLAP": keys.overlap,
         }  # fmt: skip
         self.merge_constexprs = {

@@ -88,8 +88,21 @@ def judged(scene: Scene) -> None:
         (UNEVEN, RANGES, 40),
         ([310], Decode(16, 4, 1, 20, 1), None),
         ([310], Decode(16, 4, 1, 20, 1, parts=20), None),
+        ([290, 280], Decode(32, 4, 1, 6, 2, parts=3, unit=16), 200),
+        ([310, 299], Decode(64, 4, 1, 6, 1, parts=3, unit=16), None),
+        (UNEVEN, Decode(32, 4, 1, 7, 1, unit=16), None),
     ],
-    ids=["parts", "parts-window", "ranges", "ranges-window", "20-ranges", "20-parts"],
+    ids=[
+        "parts",
+        "parts-window",
+        "ranges",
+        "ranges-window",
+        "20-ranges",
+        "20-parts",
+        "half-tiles-window",
+        "quarter-tiles",
+        "half-tiles-ranges",
+    ],
 )
 def test_pieces_make_a_request(
     lens: list[int], tiles: Decode, window: int | None, sinks: torch.Tensor | None

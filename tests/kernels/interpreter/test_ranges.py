@@ -22,6 +22,7 @@ def dealt(
     min_tiles: int = 1,
     split: bool = True,
     parts: int = 0,
+    tile: int = BLOCK,
 ) -> tuple[list[list[int]], decode_launch.DecodeStep]:
     """Records of the ranges. Tables are untrimmed: row i is request len - i."""
     batch = len(lens)
@@ -33,7 +34,7 @@ def dealt(
         window,
         4,
         HEADS,
-        Decode(BLOCK, 4, 1, num_ranges, min_tiles, split, parts=parts),
+        Decode(tile, 4, 1, num_ranges, min_tiles, split, parts=parts, unit=BLOCK),
     )
     step.ranges.fill_(-7)
     decode_launch.fill_ranges(step)
@@ -140,6 +141,14 @@ def test_equal_parts(lens: list[int], parts: int) -> None:
         pieces = sum(record[2] > 0 for record in own)
         assert own[0][8:10] == [b, pieces if pieces > 1 else 0]
         assert all(record[9] == 0 for record in own[1:])
+
+
+def test_parts_of_less_than_whole_tiles() -> None:
+    """33 units of 16 keys: three parts of eleven, where tiles of 64 would make 12, 12 and 9."""
+    records, _ = dealt([33 * BLOCK - 5], 3, parts=3, tile=64)
+    assert [record[1:3] for record in records] == [[0, 11], [11, 11], [22, 11]]
+    records, _ = dealt([6 * BLOCK], 3, parts=3, min_tiles=1, tile=64)
+    assert [record[1:3] for record in records] == [[0, 4], [4, 2], [8, 0]], "a tile at least"
 
 
 def test_uncut_requests_are_ranges() -> None:

@@ -169,7 +169,10 @@ def judged(scene: Scene, tolerance: float = 2e-5) -> None:
         torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
 
 
-CUTS = [(EVEN, PARTS), (UNEVEN, PARTS), (UNEVEN, WALK), ([(250, 5)], Decode(16, 4, 1, 20, 1))]
+HALVES = Decode(32, 4, 1, 0, 1, parts=3, unit=16)
+CUTS = [
+    (EVEN, PARTS), (UNEVEN, PARTS), (UNEVEN, WALK), ([(250, 5)], Decode(16, 4, 1, 20, 1)), (UNEVEN, HALVES),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["pool", "direct"])

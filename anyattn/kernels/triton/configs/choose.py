@@ -51,7 +51,8 @@ class Decode:
     """Decode: tiles of BLOCK_N keys in `num_ranges` ranges of at least `min_tiles`.
 
     `split`: a request may be cut; if not, a range is a request. `parts`: every request is cut into as many,
-    0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`.
+    0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`. `unit`: ranges are multiples of so
+    many keys, which the run of a table entry divides; 0: of whole tiles.
     """
 
     block_n: int
@@ -63,6 +64,12 @@ class Decode:
     overlap: int = 0
     parts: int = 0
     half: bool = False
+    unit: int = 0
+
+    @property
+    def keys(self) -> int:
+        """What a range is counted in."""
+        return self.unit or self.block_n
 
 
 @hashed_once
