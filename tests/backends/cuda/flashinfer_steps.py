@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,14 @@ class Calls(list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]]):
 def watched(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Writes down what the stand-in's wrappers are given."""
     library, calls = sys.modules["flashinfer"], Calls()
+    # Whoever keeps a class keeps its closures; the wrappers in `calls` hold workspaces of 128 MiB each.
+    written = weakref.ref(calls)
+
+    def write(role: str, what: str, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = written()
+        if found is not None:
+            found.append((role, what, wrapper, args, kwargs))
+
     for role, name in WRAPPERS.items():
         real = getattr(library, name)
 
@@ -41,15 +50,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Calls:
             _role = role
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                calls.append((self._role, "make", self, args, kwargs))
+                write(self._role, "make", self, args, kwargs)
                 super().__init__(*args, **kwargs)
 
             def plan(self, *args: Any, **kwargs: Any) -> Any:
-                calls.append((self._role, "plan", self, args, kwargs))
+                write(self._role, "plan", self, args, kwargs)
                 return super().plan(*args, **kwargs)
 
             def run(self, *args: Any, **kwargs: Any) -> Any:
-                calls.append((self._role, "run", self, args, kwargs))
+                write(self._role, "run", self, args, kwargs)
                 return super().run(*args, **kwargs)
 
         monkeypatch.setattr(library, name, Watched)
