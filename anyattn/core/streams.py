@@ -37,9 +37,10 @@ class EventRecorder:
 
     def shared(self) -> int | None:
         """The current stream, where `record_on` can mark it later; else None."""
-        if self._raw is None:
+        raw, index = self._raw, self._index
+        if raw is None:
             return None
-        handle = self.handle()
+        handle: int = self.handle() if index is None else raw(index)
         if handle not in self._streams:
             self._streams[handle] = torch.cuda.current_stream(self._index)
         return handle

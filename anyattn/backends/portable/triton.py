@@ -11,7 +11,7 @@ import torch
 
 from anyattn.backends.portable.triton_repeats import DecodeRepeats
 from anyattn.backends.portable.triton_verify import few_step, verify_step
-from anyattn.core.batch import ForwardBatch, ForwardMode
+from anyattn.core.batch import Exact, ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup, Space
@@ -89,6 +89,8 @@ class TritonAttention(AttentionBackend):
             for group, num_q in config.groups.max_q_heads.items()
         }
         self._arch, self._units = kernel_arch(self.pool.device), num_units(self.pool.device)
+        self._asked: tuple[int, int, tuple[int, ...]] = 0, 0, ()
+        """Of the last batch: see `renews`."""
         self._chosen: dict[tuple[int, kernels.Heads, int, bool, bool, int, torch.dtype], Decode] = {}
 
     def traits(self, mode: ForwardMode) -> Traits:
@@ -185,10 +187,16 @@ class TritonAttention(AttentionBackend):
         for each in step.decode.values():
             if each.source is not source:
                 return False
-        longest = max_kv_len(batch, self.table.max_context)
-        # All that `_tiles` looks at in a batch of the same shape.
-        evens = (_even(batch, group, in_capture=False) for group in step.decode)
-        lengths = power_of_two(longest), *evens
+        # A batch is asked about once for each plan that is kept: it is frozen, and so is what it is asked.
+        serial, longest, lengths = self._asked
+        if serial != batch.serial:
+            longest = max_kv_len(batch, self.table.max_context)
+            # All that `_tiles` looks at in a batch of the same shape.
+            lengths = (
+                power_of_two(longest),
+                *[_even(batch, group, in_capture=False) for group in self._heads],
+            )
+            self._asked = batch.serial, longest, lengths
         suits = step.suits.get(lengths)
         if suits is None:
             suits = step.suits[lengths] = all(
@@ -314,10 +322,10 @@ def _dealt(plan: Plan) -> Iterable[DecodeStep]:
 
 def _even(batch: ForwardBatch, group: PlanGroup, in_capture: bool) -> bool:
     """Requests are sure to be about equally long, in every step that the plan serves."""
-    exact, requests = batch.exact, batch.batch_size
+    exact, requests = batch.host_lens, batch.req_pool_indices.shape[0]
     if requests == 1:
         return True
-    if in_capture or exact is None or group.table.space is Space.ENCODER:
+    if in_capture or not isinstance(exact, Exact) or group.table.space is Space.ENCODER:
         return False
     total, longest, window = exact.total, exact.longest, group.table.window
     if window is not None and longest > window:

@@ -116,11 +116,12 @@ def _check_verify_mask(batch: ForwardBatch, mask: VerifyMask) -> None:
 
 def same_shape(plan: Plan, batch: ForwardBatch) -> bool:
     """`batch` has the mode, the numbers of requests and tokens, and the fields that `plan` was made for."""
-    key, was = plan.key, plan.batch
+    _, _, mode, requests, tokens = plan.key
+    was = plan.batch
     return (
-        batch.forward_mode is key.mode
-        and batch.batch_size == key.num_requests
-        and batch.num_tokens == key.num_tokens
+        batch.forward_mode is mode
+        and batch.req_pool_indices.shape[0] == requests
+        and batch.num_tokens == tokens
         and (batch.out_cache_loc is None) is (was.out_cache_loc is None)
         and (batch.positions is None) is (was.positions is None)
         and (batch.encoder_lens is None) is (was.encoder_lens is None)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
+from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.groups import Space, TableGroup
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import HostTable, TableForm, TableKind
@@ -41,12 +41,10 @@ def max_q_len(batch: ForwardBatch) -> int:
 
 def max_kv_len(batch: ForwardBatch, max_context: int) -> int:
     """Largest number of KV tokens of a request: exact, or a bound."""
-    exact = batch.exact
-    if exact is not None:
-        return exact.longest
-    if isinstance(batch.host_lens, UpperBound):
-        return min(batch.host_lens.max_seq_len, max_context)
-    return max_context
+    lens = batch.host_lens
+    if isinstance(lens, Exact):
+        return lens.longest
+    return min(lens.max_seq_len, max_context) if isinstance(lens, UpperBound) else max_context
 
 
 def table_extent(
@@ -105,7 +103,7 @@ def table_mirrors(
         BatchError: an encoder group without encoder lengths or without an encoder table.
     """
     if group.space is not Space.ENCODER:
-        known = batch.exact is not None
+        known = isinstance(batch.host_lens, Exact)
     else:
         lens = batch.encoder_lens
         if lens is None or table.encoder_to_token is None:

@@ -60,11 +60,10 @@ class _Staging:
         self.wide: Any = None
         """The memory as int64, as numpy has it; made when first asked for."""
 
-    def put(self, offset: int, wide: Any) -> None:
-        """Store a numpy int64 vector from byte `offset` on, a multiple of 8."""
-        if self.wide is None:
-            self.wide = self.memory[: self.size & -8].view(torch.int64).numpy()
-        self.wide[offset >> 3 : (offset >> 3) + len(wide)] = wide
+    def as_wide(self) -> Any:
+        """`wide`, made."""
+        self.wide = self.memory[: self.size & -8].view(torch.int64).numpy()
+        return self.wide
 
     def view(self, offset: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         key = (offset, length, dtype)
@@ -173,12 +172,22 @@ class Uploader:
 
     def _put(self, layout: UploadLayout, wide: Any, pull: Pull) -> bool:
         """The device reads `wide`; False where the streams here aren't plain."""
+        nbytes = layout.wide_bytes
         with self._lock:
-            staging, first = self._staging(layout.wide_bytes)
-            if staging.stream is None:
+            staging, stream = self._ring[self._next], self._events.shared()
+            if stream is None:
                 return False
-            staging.put(first, wide)  # a few hundred integers: torch's copies cost several times as much
-            return pull(layout, staging.memory, first, staging.stream)
+            if staging is not None and staging.stream == stream and staging.used + nbytes <= staging.size:
+                first = staging.used
+                staging.used = first + (nbytes + 15 & -16)  # as `_staging`, without its calls
+            else:
+                staging, first = self._staging(nbytes)
+            whole = staging.wide
+            if whole is None:
+                whole = staging.as_wide()
+            # A few hundred integers: torch's copies cost several times as much.
+            whole[first >> 3 : (first >> 3) + len(wide)] = wide
+            return pull(layout, staging.memory, first, stream)
 
     def _pulled(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...], pull: Pull) -> bool:
         """The device reads the vectors; False where they, or the streams here, aren't plain."""

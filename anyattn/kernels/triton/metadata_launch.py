@@ -52,7 +52,7 @@ class _Again(NamedTuple):
     source: torch.Tensor
     place: int
     run: Callable[..., None]
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     values: tuple[Any, ...]
     """All that follows the stream."""
     others: tuple[DecodeStep, ...]
@@ -88,12 +88,12 @@ class FusedFiller:
         """Fill offsets, positions and every table of `plan`."""
         again: _Again | None = plan.refill
         if again is not None:
-            device, source = direct_device(), self.table.req_to_token
-            same = again.device == device and again.source is source and again.place == source.data_ptr()
-            if same and plan.max_kv_len <= again.reach:
-                stream = torch._C._cuda_getCurrentRawStream(device)
-                again.run(*again.grid, 1, stream, *again.values)
-                for step in again.others:
+            device, was, place, run, grid, values, others, reach = again
+            source = self.table.req_to_token
+            same = direct_device() == device and was is source and place == source.data_ptr()
+            if same and plan.max_kv_len <= reach:
+                run(*grid, torch._C._cuda_getCurrentRawStream(device), *values)
+                for step in others:
                     fill_ranges(step)
                 return
         steps = () if self._dealt is None else tuple(self._dealt(plan))
@@ -151,7 +151,9 @@ class FusedFiller:
                 if not uses_encoder and len(groups) == len(plan.tables) and plan.max_q_len == 1:
                     after = (*started.front, *values, *started.last)
                     reach = _reach(plan)
-                    plan.refill = _Again(device, source, values[4], started.run, grid, after, others, reach)
+                    plan.refill = _Again(
+                        device, source, values[4], started.run, (*grid, 1), after, others, reach
+                    )
                 return
         constexprs = {
             "GROUPS": len(groups),

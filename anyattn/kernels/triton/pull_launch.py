@@ -32,27 +32,30 @@ class Puller:
         kept = layout.pulled
         if kept is None or kept[0] != device:
             kept = layout.pulled = self._prepared(layout, memory, device)
-        _, started, grid, values = kept
-        if started is None:
+        _, run, columns, rows, front, behind = kept
+        if run is None:
             return False
-        started.start_rows(stream, *grid, memory.data_ptr() + offset, *values)
+        run(columns, rows, 1, stream, *front, memory.data_ptr() + offset, *behind)
         return True
 
     def _prepared(self, layout: UploadLayout, memory: torch.Tensor, device: int) -> tuple[object, ...]:
-        """`(device, launch, grid, arguments behind the source)`; no launch where none is possible."""
+        """`(device, run, columns, rows, front, arguments behind the source)`: the launch as `Started` has it;
+        None for `run` where none is possible.
+        """
         narrow, grid, numbers = _described(layout)
+        none = (device, None, *grid, (), ())
         if len(layout.places) > MOST_PARTS or layout.region.data_ptr() & 15:
-            return device, None, grid, ()
+            return none
         started = self._started.get((device, narrow))
         if started is None:
             try:
                 compiled = first_launch(layout, memory)
             except ValueError:  # memory that was pinned, and that devices can't read all the same
-                return device, None, grid, ()
+                return none
             if compiled is None:
-                return device, None, grid, ()
+                return none
             started = self._started[device, narrow] = Started(compiled, (narrow, _BLOCK))
-        return device, started, grid, (layout.region.data_ptr(), *numbers)
+        return device, started.run, *grid, started.front, (layout.region.data_ptr(), *numbers, *started.last)
 
 
 def first_launch(layout: UploadLayout, memory: torch.Tensor) -> Any:
