@@ -1,18 +1,22 @@
 """Write the parts of the documentation that come from data: `make docs` (or `python docs/update.py`).
 
-README.md: the support table (from the catalog) and a decision (from a selection); they stand between marker
-comments. docs/environment.md: the whole page (from `anyattn.env`). A test fails when any of them is stale.
+README.md: the support table (from recorded results, as docs/support.md is) and a decision (from a selection);
+they stand between marker comments. docs/environment.md: the whole page (from `anyattn.env`). A test fails
+when any of them is stale.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
 
 import anyattn
 from anyattn.catalog import records
-from anyattn.core.capabilities import BackendRecord, ModelKind, Proof
+from anyattn.cli.matrix_results import load_results
+from anyattn.cli.matrix_support import Cell, cells_of
+from anyattn.core.capabilities import BackendRecord, ModelKind
 from anyattn.env import VARIABLES
 
 __all__ = ["decision_text", "environment_page", "main", "stale", "support_table", "updated_readme"]
@@ -24,36 +28,32 @@ PLATFORMS = {"cuda": "NVIDIA", "rocm": "AMD", "ascend": "Ascend", "cpu": "CPU"}
 EXAMPLE_HOST = "cuda:sm90"
 
 WORDS = {
-    Proof.HARDWARE: "run on the chip",
-    Proof.CPU: "run on a CPU",
-    Proof.INTERPRETER: "Triton's interpreter only",
-    Proof.EMULATED: "emulator only",
-    Proof.CROSS_COMPILED: "compiled for the chip, not run",
-    Proof.UNTESTED: "written, not tested",
+    "passing": "run on the chip",
+    "failing": "failing",
+    "emulated": "on a stand-in or in Triton's interpreter only",
+    "cross-compiled": "compiled for the chip, not run",
+    "untested": "written, not tested",
 }
-"""How a row was proven, strongest first."""
+"""What the statuses of docs/support.md are called, strongest first."""
 
 
-def _chips(record: BackendRecord, kind: ModelKind, platform: str) -> dict[str, Proof]:
-    """Each chip of a platform that the record serves, with the best proof among its rows."""
-    order = list(WORDS)
-    best: dict[str, Proof] = {}
-    for row in (row for row in record.rows if kind in row.kinds):
-        for owner, _, chip in (target.partition(":") for target in row.architectures):
-            if owner == platform and chip != "*":
-                best[chip] = min(best.get(chip, row.proof), row.proof, key=order.index)
-    return best
+@functools.cache
+def _cells() -> tuple[Cell, ...]:
+    """What docs/support.md is written from: the recorded results, and nothing that a row claims."""
+    return cells_of(records(), load_results(ROOT / "ci" / "results"))
 
 
 def _cell(record: BackendRecord, kind: ModelKind, platform: str) -> str:
-    """Chips of a platform, grouped by how they were proven."""
-    groups: dict[Proof, list[str]] = {}
-    for chip, proof in _chips(record, kind, platform).items():
-        groups.setdefault(proof, []).append(chip)
+    """Chips of a platform, grouped by how they were proven; a failure with its numbers."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for cell in _cells():
+        if cell.key[:3] == (record.name, kind.value, platform):
+            told = f" ({cell.evidence.replace('; ', ', ')})" if cell.status == "failing" else ""
+            groups.setdefault((cell.status, told), []).append(cell.architecture)
+    order = list(WORDS)
     return "; ".join(
-        f"{', '.join(sorted(groups[proof], key=_natural))}: {WORDS[proof]}"
-        for proof in WORDS
-        if proof in groups
+        f"{', '.join(sorted(chips, key=_natural))}: {WORDS[status]}{told}"
+        for (status, told), chips in sorted(groups.items(), key=lambda group: order.index(group[0][0]))
     )
 
 
@@ -77,9 +77,15 @@ def _planned(record: BackendRecord) -> str:
     platforms = [
         name
         for key, name in PLATFORMS.items()
-        if any(_chips(record, kind, key) for kind in record.row_kinds() - set(record.targets))
+        if any(_named(record, kind, key) for kind in record.row_kinds() - set(record.targets))
     ]
     return f"| `{record.name}` | {', '.join(kinds)} | {', '.join(platforms)} |"
+
+
+def _named(record: BackendRecord, kind: ModelKind, platform: str) -> bool:
+    """A row of the kind names a chip of the platform."""
+    named = {chip for row in record.rows if kind in row.kinds for chip in row.architectures}
+    return any(chip.startswith(f"{platform}:") and not chip.endswith("*") for chip in named)
 
 
 def support_table() -> str:
@@ -88,7 +94,8 @@ def support_table() -> str:
     planned = [_planned(record) for record in records() if record.row_kinds() - set(record.targets)]
     return "\n".join(
         [
-            "Backends that run in this version, and how each chip was proven:",
+            "Backends that run in this version, and what was recorded of each chip",
+            "([with dates, versions and failures](docs/support.md)):",
             "",
             "| Backend | Models | Platform | Proof |",
             "| --- | --- | --- | --- |",

@@ -14,6 +14,7 @@ import torch
 
 from anyattn.catalog import records
 from anyattn.cli.main import COMMANDS, _load
+from anyattn.cli.matrix_support import read_csv
 from anyattn.core.select.decision import Decision
 from anyattn.env import VARIABLES
 
@@ -66,6 +67,26 @@ def test_the_table_names_every_backend_once_for_each_kind() -> None:
             lines = [line for line in where.splitlines() if line.startswith(f"| `{record.name}` |")]
             assert any(kind.value in line.split("|")[2] for line in lines), (record.name, kind)
     assert "run on the chip" not in planned
+
+
+def test_the_table_says_of_each_chip_what_the_results_say() -> None:
+    """README and docs/support.md have one source: `ci/results`."""
+    module = update()
+    names = {name: platform for platform, name in module.PLATFORMS.items()}
+    told: dict[tuple[str, str, str, str], str] = {}
+    for line in module.support_table().split("Not built yet")[0].splitlines():
+        if line.startswith("| `"):
+            backend, kind, platform, proofs = (part.strip(" `") for part in line.strip("| ").split(" | "))
+            for chips, words in (group.split(": ", 1) for group in proofs.split("; ")):
+                for chip in chips.split(", "):
+                    told[backend, kind, names[platform], chip] = words
+    cells = read_csv((ROOT / "ci" / "support.csv").read_text(encoding="utf-8"))
+    assert set(told) == {cell.key for cell in cells}
+    for cell in cells:
+        words = module.WORDS[cell.status]
+        if cell.status == "failing":
+            words = f"{words} ({cell.evidence.replace('; ', ', ')})"
+        assert told[cell.key] == words, cell.key
 
 
 def command_lines() -> list[str]:

@@ -192,7 +192,8 @@ _FLEX_PHASES: tuple[dict[str, Any], ...] = (
 
 def _flex(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
     """Rows of every phase. Run to run the same: no atomics; tiles and splits don't depend on the run."""
-    return tuple(row for phase in _FLEX_PHASES for row in per_dtype(*dtypes, determinism=1, **fields | phase))
+    rows = (row for phase in _FLEX_PHASES for row in per_dtype(*dtypes, determinism=1, **fields | phase))
+    return tuple(part for row in rows for part in by_proof(row, {"cuda:sm90": Proof.HARDWARE}, row.proof))
 
 
 # 72 query heads of a KV head ended the process in decode (torch 2.11, Triton 3.6, H200).
