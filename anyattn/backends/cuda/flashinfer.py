@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from anyattn.backends.cuda.flashinfer_launch import DecodeCalls
+from anyattn.backends.cuda.flashinfer_layers import Layer, number, per_head
 from anyattn.backends.cuda.flashinfer_lease import Wrappers
 from anyattn.backends.cuda.flashinfer_plan import HostArrays, inner_backend, merge_fits, workspace_bytes
 from anyattn.backends.cuda.flashinfer_step import Setup, Step, StepPlanner, plan_again
@@ -23,8 +26,8 @@ from anyattn.core.batch import ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import BackendConfig
 from anyattn.core.groups import PlanGroup
+from anyattn.core.known_layer import PlainCall
 from anyattn.core.kv.pools.mha import MHAPool
-from anyattn.core.kv.scales import KVScale
 from anyattn.core.layer import AttentionLayer
 from anyattn.core.metadata.packed_masks import pack_mask
 from anyattn.core.plan import Plan
@@ -37,28 +40,6 @@ from anyattn.errors import FeatureError, PoolError
 __all__ = ["FlashInfer"]
 
 _LN2 = math.log(2.0)
-
-
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """What is constant of a layer. Scales are None where they are 1; `*_heads [1, Hq, 1]`: per head.
-
-    `plain`: no scales and no sinks.
-    """
-
-    layer: AttentionLayer
-    slot: int
-    cache: tuple[torch.Tensor, torch.Tensor]
-    k_scale: float | None
-    v_scale: float | None
-    k_heads: torch.Tensor | None
-    v_heads: torch.Tensor | None
-    sinks: torch.Tensor | None
-    plain: bool = False
-
-    def __post_init__(self) -> None:
-        scales = (self.k_scale, self.v_scale, self.k_heads, self.v_heads)
-        self.plain = self.sinks is None and all(scale is None for scale in scales)
 
 
 class FlashInfer(FusedWrites):
@@ -88,7 +69,7 @@ class FlashInfer(FusedWrites):
             device=pool.device,
         )
         self._strategies = self._offered()
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, Layer] = {}
         offer_filler(self.compiler, config.table)
 
     def _offered(self) -> tuple[Strategy, ...]:
@@ -152,14 +133,27 @@ class FlashInfer(FusedWrites):
 
     # -- compute -------------------------------------------------------------------------------------
 
+    def at_once(self, layer: AttentionLayer, mode: ForwardMode, group: PlanGroup) -> PlainCall | None:
+        """Decode of layers without scales and sinks repeats its launch."""
+        own = self._layer_of(layer, group)
+        spec = layer.spec
+        if mode is not ForwardMode.DECODE or not own.plain or spec.head_dim != spec.v_head_dim:
+            return None
+        heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+        return DecodeCalls(own.slot, own.cache, heads, self.config.dtype, partial(self.write_kv, layer))
+
     def forward_decode(self, call: AttentionCall) -> None:
         """One query a request over its table."""
         layer = self._layers.get(call.layer.layer_id)
         if layer is None or layer.layer is not call.layer:
             layer = self._layer(call)
-        wrapper, q, out, lse = call.plan.private.runs[layer.slot].keys, call.q, call.out, call.lse
+        step: Step = call.plan.private
+        wrapper, q, out, lse = step.runs[layer.slot].keys, call.q, call.out, call.lse
         if lse is None and layer.plain and _as_stored(q) and _as_stored(out):
-            wrapper.run(q, layer.cache, out=out)
+            if step.launches:
+                step.launches[layer.slot].run(q, layer.cache, out)
+            else:
+                wrapper.run(q, layer.cache, out=out)
             return
         self._over_table(wrapper, q, layer, out, lse)
         if lse is not None:
@@ -188,7 +182,7 @@ class FlashInfer(FusedWrites):
             lse.mul_(_LN2)
 
     def _over_table(
-        self, wrapper: Any, q: torch.Tensor, layer: _Layer, out: torch.Tensor, lse: torch.Tensor | None
+        self, wrapper: Any, q: torch.Tensor, layer: Layer, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         """`lse` in base 2."""
         if not _dense(out, lse):
@@ -243,14 +237,16 @@ class FlashInfer(FusedWrites):
         out.copy_(merged.out)
         torch.mul(merged.lse, 1 / _LN2, out=lse)
 
-    def _layer(self, call: AttentionCall) -> _Layer:
-        layer = call.layer
+    def _layer(self, call: AttentionCall) -> Layer:
+        return self._layer_of(call.layer, call.group)
+
+    def _layer_of(self, layer: AttentionLayer, group: PlanGroup) -> Layer:
         known = self._layers.get(layer.layer_id)
         if known is None or known.layer is not layer:
-            known = self._layers[layer.layer_id] = self._new_layer(layer, call.group)
+            known = self._layers[layer.layer_id] = self._new_layer(layer, group)
         return known
 
-    def _new_layer(self, layer: AttentionLayer, group: PlanGroup) -> _Layer:
+    def _new_layer(self, layer: AttentionLayer, group: PlanGroup) -> Layer:
         pool, spec = self.pool, layer.spec
         assert isinstance(pool, MHAPool)
         cache = pool.key_cache(layer.layer_id), pool.value_cache(layer.layer_id)
@@ -264,9 +260,9 @@ class FlashInfer(FusedWrites):
             )
         k, v = pool.scales(layer.layer_id)
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        return _Layer(
-            layer, self._slots.index((group, spec.num_q_heads)), cache, _number(k), _number(v),
-            _per_head(k, spec.group_size), _per_head(v, spec.group_size), sinks,
+        return Layer(
+            layer, self._slots.index((group, spec.num_q_heads)), cache, number(k), number(v),
+            per_head(k, spec.group_size), per_head(v, spec.group_size), sinks,
         )  # fmt: skip
 
 
@@ -278,14 +274,3 @@ def _as_stored(x: torch.Tensor) -> bool:
 def _dense(out: torch.Tensor, lse: torch.Tensor | None) -> bool:
     """Kernels write dense rows."""
     return _as_stored(out) and (lse is None or lse.is_contiguous())
-
-
-def _number(scale: KVScale) -> float | None:
-    return None if scale.is_one or len(set(scale.host)) > 1 else scale.host[0]
-
-
-def _per_head(scale: KVScale, group_size: int) -> torch.Tensor | None:
-    """Scales that differ from KV head to KV head, for every query head `[1, Hq, 1]`."""
-    if len(set(scale.host)) == 1:
-        return None
-    return scale.device.repeat_interleave(group_size)[None, :, None]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anyattn.backends.cuda.flashinfer_launch import Launch, repeats_launches
 from anyattn.backends.cuda.flashinfer_lease import Lease, Role, WrapperKind, Wrappers
 from anyattn.backends.cuda.flashinfer_native import DecodeAgain, DecodeSizes, Prepared, point_to
 from anyattn.backends.cuda.flashinfer_plan import (
@@ -51,7 +52,7 @@ class Step:
     """`Plan.private`: wrappers by slot, masks to pack (table -> window, bits), the lease of this step.
 
     `captured`: wrappers of a captured step, in the order in which they are planned. `repeats`: every plan
-    of a decode step, by table, where all can be made by native calls alone.
+    of a decode step, by table, where all can be made by native calls alone; `launches`: by slot, there.
     """
 
     runs: tuple[Runs, ...] = ()
@@ -60,6 +61,7 @@ class Step:
     lease: Lease | None = None
     captured: list[Any] = field(default_factory=list)
     repeats: tuple[Repeat, ...] = ()
+    launches: tuple[Launch, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,11 @@ class Setup:
     def again(self) -> DecodeAgain:
         """Decode wrappers that needn't be planned from scratch."""
         return DecodeAgain(self.wrappers.version, self.wrappers.staging)
+
+    @cached_property
+    def repeats_launches(self) -> bool:
+        """Kernels are launched without the library's Python."""
+        return repeats_launches()
 
     @cached_property
     def options(self) -> tuple[dict[str, Any], ...]:
@@ -138,6 +145,8 @@ class StepPlanner:
         step.runs = tuple(self.slot(index) for index in range(slots))
         step.lease = self._lease
         step.repeats = self._all_repeats()
+        repeated = step.runs if step.repeats and self._of.repeats_launches else ()
+        step.launches = tuple(Launch(each.keys) for each in repeated)
 
     def _all_repeats(self) -> tuple[Repeat, ...]:
         """Empty unless every slot's plan is one of them."""

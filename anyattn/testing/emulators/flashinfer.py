@@ -12,6 +12,7 @@ from typing import Any
 
 from anyattn.testing.emulators import (
     flashinfer_decode,
+    flashinfer_decode_launch,
     flashinfer_mla,
     flashinfer_prefill,
     flashinfer_ragged,
@@ -58,6 +59,7 @@ def modules() -> Mapping[str, ModuleType]:
     """Fresh modules of the library, as `import flashinfer` leaves them."""
     host_reads.clear()
     tree: dict[str, dict[str, Any]] = {"flashinfer": {"__version__": VERSION}}
+    tree["flashinfer.jit"] = {"Kernel": flashinfer_decode_launch.Kernel}  # what modules are built of
     for home, sources in _HOMES.items():
         tree.setdefault(home, {})
         for source in sources:

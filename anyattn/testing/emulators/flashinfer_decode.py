@@ -18,7 +18,6 @@ from anyattn.testing.emulators.flashinfer_common import (
     finish_lse,
     host_copy,
     kv_lengths,
-    put,
     scalar,
     to_device,
     unpack_cache,
@@ -26,14 +25,13 @@ from anyattn.testing.emulators.flashinfer_common import (
 )
 from anyattn.testing.emulators.flashinfer_kernel import (
     Planned,
-    attend_requests,
     check_kernel,
     choose_backend,
     legacy_keywords,
     stamped,
 )
 from anyattn.testing.emulators.flashinfer_native import Schedule, decode_module
-from anyattn.testing.emulators.flashinfer_tables import PageTable, check_int32, fill_buffer
+from anyattn.testing.emulators.flashinfer_tables import check_int32, fill_buffer
 from anyattn.testing.emulators.modules import EmulationError
 
 __all__ = ["BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
@@ -293,27 +291,41 @@ class BatchDecodeWithPagedKVCacheWrapper:
         scale = scalar("sm_scale", q.shape[-1] ** -0.5 if planned.sm_scale is None else planned.sm_scale)
         for factor in (q_scale, k_scale):
             scale *= 1.0 if factor is None else scalar("sm_scale", factor)
-        by_length = self._use_tensor_cores and self._backend == "fa3"
-        spans = [(i * q_len, (i + 1) * q_len) for i in range(batch)]
-        table = PageTable(*self._buffers, schedule.pages, schedule.lens or [])
-        # `sinks` is taken and dropped: fa2 and fa3 have no argument for it (vllm#52148).
-        result, natural = attend_requests(
-            q,
-            table.keys(k, self._kv_layout, by_length=by_length),
-            table.keys(v, self._kv_layout, by_length=by_length),
-            spans, planned, scale,
-        )  # fmt: skip
-        fits = schedule.rows == q.shape[0] and schedule.sizes == self._sizes
-        if not (fits and stamped(self._int_workspace_buffer, schedule.serial)):
-            result, natural = result * math.nan, natural * math.nan
         if out is None:
             out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=planned.o_dtype)
         check_like(out, q.shape, planned.o_dtype, "out")
-        use_workspace(self._float_workspace_buffer)
-        put(out, result, strided=by_length)
+        # `sinks` is taken and dropped: fa2 and fa3 have no argument for it (vllm#52148).
+        natural = self._launch(q, k, v, out, lse, scale)
+        if not (schedule.sizes == self._sizes and stamped(self._int_workspace_buffer, schedule.serial)):
+            out, natural = out.fill_(math.nan), natural * math.nan
         if v_scale is not None and not (isinstance(v_scale, float) and v_scale == 1.0):
             out *= v_scale
         return (out, finish_lse(natural, "log2", "NH", lse)) if return_lse else out
+
+    def _launch(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor | None, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """The compiled kernel, given what 0.7.2 gives it; the natural LSE."""
+        natural: torch.Tensor
+        planned, module, schedule = self._planned, self._cached_module, self._plan_info
+        assert planned is not None
+        assert schedule is not None
+        front = (self._float_workspace_buffer, self._int_workspace_buffer, schedule, q, k, v)
+        layout, left, pdl = int(self._kv_layout == "HND"), planned.window_left, True
+        slopes = torch.empty(0)
+        if not self._use_tensor_cores:
+            natural = module.run(
+                *front, *self._buffers, out, lse, layout, left, pdl, slopes, planned.cap, scale, 1.0, 1e4
+            )
+            return natural
+        queries = torch.arange(schedule.rows + 1, dtype=torch.int32)
+        after = (int(planned.causal), layout, left, pdl, None, None, slopes, None, None, None)
+        natural = module.paged_run(
+            *front, queries, *self._buffers, out, lse, *after, planned.cap, scale, *(None,) * 3, 1.0, 1e4, 0,
+            self._float_workspace_buffer.numel(),
+        )  # fmt: skip
+        return natural
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """`run(..., return_lse=True)`."""

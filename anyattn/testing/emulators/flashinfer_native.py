@@ -7,11 +7,11 @@ arguments differs from kernel to kernel, and from version to version.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from anyattn.testing.emulators.flashinfer_decode_launch import Kernel, Schedule, written
 from anyattn.testing.emulators.flashinfer_kernel import stamp
 
 __all__ = ["DecodeModule", "Schedule", "decode_module"]
@@ -19,25 +19,12 @@ __all__ = ["DecodeModule", "Schedule", "decode_module"]
 _COUNTS = {"fa2": 20, "fa3": 16, "cores": 15}
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """`_plan_info`: what a plan was made for. `lens`: None where the kernel's planner isn't told any.
-
-    `sizes`: heads, page, head sizes, window and whatever else the planner was given beside the lengths.
-    """
-
-    serial: int
-    pages: list[int]
-    lens: list[int] | None
-    rows: int
-    sizes: tuple[Any, ...]
-
-
 class DecodeModule:
     """`_cached_module`: `kernel` is fa2 or fa3 on tensor cores, or `cores` for CUDA cores."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
+        self.run = self.paged_run = Kernel(kernel)
 
     def plan(self, *args: Any) -> Schedule:
         """Write a schedule into the integer workspace.
@@ -65,7 +52,7 @@ class DecodeModule:
         _check_host(indptr, batch + 1)
         pages = (indptr[1:] - indptr[:-1]).tolist()
         plain = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in sizes)
-        return Schedule(stamp(ints), pages, None if lens is None else lens.tolist(), rows, plain)
+        return written(Schedule(stamp(ints), pages, None if lens is None else lens.tolist(), rows, plain))
 
 
 def _check_host(x: torch.Tensor, length: int) -> None:

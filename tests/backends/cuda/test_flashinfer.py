@@ -58,7 +58,7 @@ def test_planned_once_a_step_whatever_the_number_of_layers(calls: Calls) -> None
     for layer in range(4):
         setting.run(batch, layer, plan)
     assert len(calls.of("plan")) == 2
-    assert len(calls.of("run")) == 4
+    assert len(calls.of("run")) == 2, "each slot's second layer repeats the launch of its first"
 
 
 @pytest.mark.parametrize("shape", [([0, 0], [3, 20]), ([8, 30], [3, 5]), None])
