@@ -135,9 +135,11 @@ class FlashInfer(FusedWrites):
 
     def at_once(self, layer: AttentionLayer, mode: ForwardMode, group: PlanGroup) -> PlainCall | None:
         """Decode of layers without scales and sinks repeats its launch."""
-        own = self._layer_of(layer, group)
         spec = layer.spec
-        if mode is not ForwardMode.DECODE or not own.plain or spec.head_dim != spec.v_head_dim:
+        if mode is not ForwardMode.DECODE or spec.head_dim != spec.v_head_dim:
+            return None
+        own = self._layer_of(layer, group)
+        if not own.plain:
             return None
         heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
         return DecodeCalls(own.slot, own.cache, heads, self.config.dtype, partial(self.write_kv, layer))
