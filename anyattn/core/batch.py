@@ -17,6 +17,7 @@ from anyattn.core.batch_checks import (
     check_lengths,
     check_padding,
     check_rows,
+    side_by_side,
 )
 from anyattn.core.host_lengths import Exact, HostLengths, UpperBound, resolve_host_lengths
 from anyattn.core.ids import IdKind, VirtualIds
@@ -61,7 +62,7 @@ class ForwardBatch:
     """One step. Build it with `extend`, `decode`, `mixed`, `verify` or `idle`.
 
     Integer fields may be lists (they stay on the host, exact, and are uploaded once by the compiler)
-    or tensors on the CPU or the device. B requests, T query tokens.
+    or tensors on the CPU or the device; `decode` copies those on the CPU. B requests, T query tokens.
 
     Attributes:
         req_pool_indices: int64 `[B]`, rows of `RequestTable.req_to_token`.
@@ -101,6 +102,10 @@ class ForwardBatch:
     logical_mode: ForwardMode | None = None
     ids: IdKind = IdKind.PHYSICAL
     serial: int = field(default_factory=lambda: next(_serials))
+    whole: Any = field(init=False, repr=False, default=None)
+    """A decode step's vectors one behind the other, in the order of the fields, as numpy has them: the fields
+    are views of it. None: they are tensors of their own.
+    """
 
     @property
     def batch_size(self) -> int:
@@ -145,8 +150,27 @@ class ForwardBatch:
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
         """
+        return ForwardBatch._extended(
+            req_pool_indices, prefix_lens, extend_lens, out_cache_loc, mode=mode, positions=positions,
+            mask=mask, encoder_lens=encoder_lens, encoder_out_cache_loc=encoder_out_cache_loc,
+            host_lens=host_lens, num_decode=num_decode, num_padding_requests=num_padding_requests,
+            num_padding_tokens=num_padding_tokens, spec_info=spec_info,
+        )  # fmt: skip
+
+    @staticmethod
+    def _extended(
+        req_pool_indices: IntLike, prefix_lens: IntLike, extend_lens: IntLike,
+        out_cache_loc: IntLike | VirtualIds | None, *, seq: torch.Tensor | None = None,
+        mode: ForwardMode, positions: IntLike | None = None,
+        mask: ExplicitMask | VerifyMask | None = None, encoder_lens: IntLike | None = None,
+        encoder_out_cache_loc: IntLike | None = None, host_lens: HostLengths | Literal["copy"] = None,
+        num_decode: int = 0, num_padding_requests: int = 0, num_padding_tokens: int = 0,
+        spec_info: Any = None,
+    ) -> ForwardBatch:  # fmt: skip
+        """As `extend`. `seq`: KV tokens of requests with one new token each; then no prefix is looked at."""
         req = as_index(req_pool_indices, "req_pool_indices")
-        prefix, ext = as_index(prefix_lens, "prefix_lens"), as_index(extend_lens, "extend_lens")
+        prefix = as_index(prefix_lens, "prefix_lens") if seq is None else seq
+        ext = as_index(extend_lens, "extend_lens")
         ids = IdKind.VIRTUAL if isinstance(out_cache_loc, VirtualIds) else IdKind.PHYSICAL
         given = out_cache_loc.values if isinstance(out_cache_loc, VirtualIds) else out_cache_loc
         loc = None if given is None else as_index(given, "out_cache_loc")
@@ -160,7 +184,8 @@ class ForwardBatch:
             )
         for name, value in (("prefix_lens", prefix), ("extend_lens", ext)):
             check_rows(value, name, batch_size, "request")
-            check_lengths(value, name)
+            if seq is None:
+                check_lengths(value, name)
         check_padding(num_padding_requests, num_padding_tokens, batch_size)
         on_host = ext.device.type == "cpu"
         if loc is None and not on_host:
@@ -170,7 +195,9 @@ class ForwardBatch:
                 allowed="lengths on the host",
                 hint="give extend_lens as a list",
             )
-        total = int(ext.sum()) + num_padding_tokens if on_host else None
+        total = None
+        if on_host:
+            total = num_padding_tokens + (int(ext.sum()) if seq is None else batch_size)
         tokens = total if loc is None else loc.shape[0]
         assert tokens is not None
         if total is not None and total != tokens:
@@ -182,8 +209,9 @@ class ForwardBatch:
             )
         if num_padding_requests and (on_host or mode is ForwardMode.DECODE):
             padded = ext[batch_size - num_padding_requests :]
-            num_padding_tokens += int(padded.sum()) if on_host else num_padding_requests
-        seq = prefix + ext
+            counted = on_host and seq is None
+            num_padding_tokens += int(padded.sum()) if counted else num_padding_requests
+        seq = prefix + ext if seq is None else seq
         pos = None if positions is None else as_index(positions, "positions")
         if pos is not None:
             check_rows(pos, "positions", tokens, "token")
@@ -196,7 +224,10 @@ class ForwardBatch:
             if encoder_out_cache_loc is None
             else as_index(encoder_out_cache_loc, "encoder_out_cache_loc")
         )
-        return ForwardBatch(
+        whole = None
+        if mode is ForwardMode.DECODE:
+            whole, (req, seq, ext, loc, pos) = side_by_side(req, seq, ext, loc, pos)
+        made = ForwardBatch(
             forward_mode=mode,
             req_pool_indices=req,
             seq_lens=seq,
@@ -214,6 +245,8 @@ class ForwardBatch:
             num_padding_requests=num_padding_requests,
             num_padding_tokens=num_padding_tokens,
         )
+        made.__dict__["whole"] = whole
+        return made
 
     @staticmethod
     def decode(
@@ -235,12 +268,12 @@ class ForwardBatch:
         seq = as_index(seq_lens, "seq_lens")
         check_padding(num_padding_requests, 0, seq.shape[0])
         check_lengths(seq[: seq.shape[0] - num_padding_requests], "seq_lens", least=1)
-        ones = torch.ones_like(seq)
-        return ForwardBatch.extend(
+        return ForwardBatch._extended(
             req_pool_indices,
-            (seq - ones).clamp_min(0),
-            ones,
+            seq,
+            torch.ones_like(seq),
             out_cache_loc,
+            seq=seq.clamp_min(1),
             mode=ForwardMode.DECODE,
             positions=positions,
             encoder_lens=encoder_lens,
@@ -344,7 +377,10 @@ class ForwardBatch:
             raise TypeError(f"ForwardBatch has no field {', '.join(sorted(fields.keys() - _FIELDS))}")
         made = object.__new__(ForwardBatch)  # `dataclasses.replace` takes ten times as long, once a step
         made.__dict__.update(self.__dict__, serial=next(_serials), **fields)
+        if made.whole is not None and not _IN_WHOLE.isdisjoint(fields):
+            made.__dict__["whole"] = None
         return made
 
 
-_FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial"}
+_FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial", "whole"}
+_IN_WHOLE = frozenset(("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions"))

@@ -125,3 +125,53 @@ def test_two_threads_have_packs_of_their_own(steps: Steps, monkeypatch: pytest.M
     assert mine is not None
     assert mine.views[1].tolist() == [6, 10]
     assert others[0].views[1].tolist() == [7, 11]
+
+
+def test_a_decode_batch_lies_side_by_side(steps: Steps) -> None:
+    rows, loc = torch.tensor([3, 1]), torch.tensor([9, 8])
+    made = ForwardBatch.decode(rows, [5, 9], loc, positions=[4, 8])
+    assert made.whole.tolist() == [3, 1, 5, 9, 1, 1, 9, 8, 4, 8]
+    rows[0], loc[0] = 7, 7
+    assert (made.req_pool_indices.tolist(), made.out_cache_loc.tolist()) == ([3, 1], [9, 8]), "a copy"
+    made.seq_lens[1] = CONTEXT + 1
+    assert made.whole[3] == CONTEXT + 1, "the same memory"
+    assert steps.compiler._packed(made) is None, "what is uploaded is what was looked at"
+
+
+@pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc"])
+def test_a_batch_with_another_field_lies_elsewhere(name: str, steps: Steps) -> None:
+    made = steps.batch(5, 9)
+    other = made.view(**{name: torch.tensor([6, 7])})
+    assert made.view(captured_mode=made.forward_mode).whole is made.whole
+    assert other.whole is None
+    assert made.view(positions=torch.tensor([4, 8])).whole is None
+    if name == "out_cache_loc":
+        pack = steps.compiler._packed(other)
+        assert pack is not None
+        assert pack.views[3].tolist() == [6, 7]
+        assert pack.wide.tolist()[-2:] == [6, 7]
+
+
+def test_a_pack_serves_batches_that_lie_either_way(steps: Steps) -> None:
+    for lens in ((5, 9), (6, 10), (7, 11)):
+        whole = steps.batch(*lens)
+        apart = whole.view(seq_lens=whole.seq_lens.clone(), host_lens=None)
+        for each in (whole, apart, whole):
+            pack = steps.compiler._packed(each)
+            assert pack is not None
+            assert pack.views[1].tolist() == list(lens)
+            assert pack.wide.tolist() == torch.cat(pack.views).tolist()
+            steps.compiler._packs.give_back(pack)
+    assert len(steps.compiler._packs) == 1
+
+
+def test_padded_decode_rows_have_a_token() -> None:
+    made = ForwardBatch.decode([0, REQUESTS], [5, 0], [9, 0], num_padding_requests=1)
+    assert made.seq_lens.tolist() == [5, 1]
+    assert (made.num_tokens, made.num_padding_tokens) == (2, 1)
+    with pytest.raises(BatchError, match="seq_lens"):
+        ForwardBatch.decode([0, 1], [5, 0], [9, 8])
+    with pytest.raises(BatchError, match="integers"):
+        ForwardBatch.decode([0, 1], [5, 1.5], [9, 8])  # type: ignore[list-item]
+    with pytest.raises(BatchError, match="integers"):
+        ForwardBatch.decode([0, 1 << 70], [5, 1], [9, 8])

@@ -54,14 +54,23 @@ class Pack:
         for name, (count, bound) in most.items():
             bounds[starts[name] : starts[name] + count] = bound
         # As unsigned numbers nothing is above the highest, and what is negative is above every bound.
-        self._compared: Any = self.wide.view("uint64"), bounds.numpy().view("uint64")
+        self._unsigned: Any = self.wide.view("uint64")
+        self._bounds: Any = bounds.numpy().view("uint64")
+        self._own = self.wide, self.views, self._unsigned
+        self._end = end
         self._inside = b"\1" * end
         at = starts.get("out_cache_loc", 0)
-        self._slots: Any = None if not tokens else self.wide[at : at + tokens]
+        self._slots = slice(at, at + tokens) if tokens else None
         self._noted: Callable[[Any], bool] = slots.noting(tokens) if tokens else bool
 
     def take(self, batch: ForwardBatch) -> bool:
         """The vectors of `batch`. False: they aren't all on the host, or not as long as those before."""
+        wide = batch.whole
+        if wide is not None:  # on the host, and as long as the batch's own numbers say
+            self.wide, self.views = wide, self._read(batch)
+            self._unsigned = wide.view("uint64")
+            return len(wide) == self._end
+        self.wide, self.views, self._unsigned = self._own
         vectors = self._read(batch)
         if list(map(_numel, vectors)) != self.lengths or not all(map(_is_cpu, vectors)):
             return False
@@ -70,10 +79,9 @@ class Pack:
 
     def is_right(self) -> bool:
         """Rows, lengths and slots of what was taken are certainly those of a batch that can run."""
-        wide, bounds = self._compared
-        if (wide <= bounds).tobytes() != self._inside:
+        if (self._unsigned <= self._bounds).tobytes() != self._inside:
             return False
-        return self._slots is None or self._noted(self._slots)
+        return self._slots is None or self._noted(self.wide[self._slots])
 
 
 class Packs:
