@@ -165,10 +165,11 @@ class MetadataCompiler:
         leaves what `prepare` makes for another with the same. None: not all is on the host.
         """
         rows, loc, positions = batch.req_pool_indices, batch.out_cache_loc, batch.positions
-        if not (rows.is_cpu and batch.seq_lens.is_cpu and batch.extend_seq_lens.is_cpu):
-            return None
-        if not ((loc is None or loc.is_cpu) and (positions is None or positions.is_cpu)):
-            return None
+        if batch.whole is None:
+            if not (rows.is_cpu and batch.seq_lens.is_cpu and batch.extend_seq_lens.is_cpu):
+                return None
+            if not ((loc is None or loc.is_cpu) and (positions is None or positions.is_cpu)):
+                return None
         room, form = 0, self.form
         if form.kind is TableKind.BLOCK_TABLE:
             room = _width(-(-max_kv_len(batch, self.table.max_context) // form.kernel_page), form)
