@@ -154,12 +154,12 @@ def test_a_batch_with_another_field_lies_elsewhere(name: str, steps: Steps) -> N
 
 def test_a_pack_serves_batches_that_lie_either_way(steps: Steps) -> None:
     for lens in ((5, 9), (6, 10), (7, 11)):
-        whole = steps.batch(*lens)
-        apart = whole.view(seq_lens=whole.seq_lens.clone(), host_lens=None)
+        whole, other = steps.batch(*lens), steps.batch(*lens[::-1])
+        apart = whole.view(seq_lens=other.seq_lens, host_lens=None)
         for each in (whole, apart, whole):
             pack = steps.compiler._packed(each)
             assert pack is not None
-            assert pack.views[1].tolist() == list(lens)
+            assert pack.views[1].tolist() == each.seq_lens.tolist()
             assert pack.wide.tolist() == torch.cat(pack.views).tolist()
             steps.compiler._packs.give_back(pack)
     assert len(steps.compiler._packs) == 1
