@@ -5,21 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
-from enum import Enum
 from typing import Any, Literal
 
 import torch
 
-from anyattn.core.batch_checks import (
-    IntLike,
-    as_index,
-    check_decode_rows,
-    check_lengths,
-    check_padding,
-    check_rows,
-    side_by_side,
-)
-from anyattn.core.host_lengths import Exact, HostLengths, UpperBound, resolve_host_lengths
+from anyattn.core.batch_checks import IntLike, as_index, check_decode_rows, check_lengths, check_padding
+from anyattn.core.batch_fields import batch_fields
+from anyattn.core.forward_mode import ForwardMode
+from anyattn.core.host_lengths import Exact, HostLengths, UpperBound
 from anyattn.core.ids import IdKind, VirtualIds
 from anyattn.core.masks import ExplicitMask, VerifyMask
 from anyattn.errors import BatchError
@@ -35,26 +28,6 @@ __all__ = [
 ]
 
 _serials = itertools.count(1)
-
-
-class ForwardMode(Enum):
-    """What kind of step this is. `seq_lens` includes the step's own tokens in every mode.
-
-    SPLIT_PREFILL is an EXTEND whose layers run in ranges, with other steps in between: its plan lives in
-    storage of its own. DLLM_EXTEND computes a block of a block-diffusion model: without a mask, causal layers
-    attend as bidirectional ones (several blocks in a step: `block_causal_mask`).
-    """
-
-    DECODE = "decode"
-    EXTEND = "extend"
-    MIXED = "mixed"
-    IDLE = "idle"
-    TARGET_VERIFY = "target_verify"
-    DRAFT_EXTEND = "draft_extend"
-    SPLIT_PREFILL = "split_prefill"
-    DLLM_EXTEND = "dllm_extend"
-
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,101 +123,17 @@ class ForwardBatch:
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
         """
-        return ForwardBatch._extended(
+        whole, fields = batch_fields(
             req_pool_indices, prefix_lens, extend_lens, out_cache_loc, mode=mode, positions=positions,
-            mask=mask, encoder_lens=encoder_lens, encoder_out_cache_loc=encoder_out_cache_loc,
-            host_lens=host_lens, num_decode=num_decode, num_padding_requests=num_padding_requests,
-            num_padding_tokens=num_padding_tokens, spec_info=spec_info,
+            encoder_lens=encoder_lens, encoder_out_cache_loc=encoder_out_cache_loc, host_lens=host_lens,
+            num_padding_requests=num_padding_requests, num_padding_tokens=num_padding_tokens,
         )  # fmt: skip
+        fields.update(mask=mask, num_decode=num_decode, spec_info=spec_info)
+        return ForwardBatch._made(whole, fields)
 
     @staticmethod
-    def _extended(
-        req_pool_indices: IntLike, prefix_lens: IntLike, extend_lens: IntLike,
-        out_cache_loc: IntLike | VirtualIds | None, *, seq: torch.Tensor | None = None,
-        mode: ForwardMode, positions: IntLike | None = None,
-        mask: ExplicitMask | VerifyMask | None = None, encoder_lens: IntLike | None = None,
-        encoder_out_cache_loc: IntLike | None = None, host_lens: HostLengths | Literal["copy"] = None,
-        num_decode: int = 0, num_padding_requests: int = 0, num_padding_tokens: int = 0,
-        spec_info: Any = None,
-    ) -> ForwardBatch:  # fmt: skip
-        """As `extend`. `seq`: KV tokens of requests with one new token each; then no prefix is looked at."""
-        req = as_index(req_pool_indices, "req_pool_indices")
-        prefix = as_index(prefix_lens, "prefix_lens") if seq is None else seq
-        ext = as_index(extend_lens, "extend_lens")
-        ids = IdKind.VIRTUAL if isinstance(out_cache_loc, VirtualIds) else IdKind.PHYSICAL
-        given = out_cache_loc.values if isinstance(out_cache_loc, VirtualIds) else out_cache_loc
-        loc = None if given is None else as_index(given, "out_cache_loc")
-        batch_size = req.shape[0]
-        if batch_size == 0:
-            raise BatchError(
-                "a batch without requests",
-                asked="[]",
-                allowed="at least one request",
-                hint="use ForwardBatch.idle() for an empty step",
-            )
-        for name, value in (("prefix_lens", prefix), ("extend_lens", ext)):
-            check_rows(value, name, batch_size, "request")
-            if seq is None:
-                check_lengths(value, name)
-        check_padding(num_padding_requests, num_padding_tokens, batch_size)
-        on_host = ext.device.type == "cpu"
-        if loc is None and not on_host:
-            raise BatchError(
-                "out_cache_loc=None with device lengths",
-                asked=str(ext.device),
-                allowed="lengths on the host",
-                hint="give extend_lens as a list",
-            )
-        total = None
-        if on_host:
-            total = num_padding_tokens + (int(ext.sum()) if seq is None else batch_size)
-        tokens = total if loc is None else loc.shape[0]
-        assert tokens is not None
-        if total is not None and total != tokens:
-            raise BatchError(
-                "extend_lens (and padding) must add up to out_cache_loc's length",
-                asked=total,
-                allowed=tokens,
-                hint="out_cache_loc has one slot per new token",
-            )
-        if num_padding_requests and (on_host or mode is ForwardMode.DECODE):
-            padded = ext[batch_size - num_padding_requests :]
-            counted = on_host and seq is None
-            num_padding_tokens += int(padded.sum()) if counted else num_padding_requests
-        seq = prefix + ext if seq is None else seq
-        pos = None if positions is None else as_index(positions, "positions")
-        if pos is not None:
-            check_rows(pos, "positions", tokens, "token")
-        enc = None if encoder_lens is None else as_index(encoder_lens, "encoder_lens")
-        if enc is not None:
-            check_rows(enc, "encoder_lens", batch_size, "request")
-            check_lengths(enc, "encoder_lens")
-        enc_loc = (
-            None
-            if encoder_out_cache_loc is None
-            else as_index(encoder_out_cache_loc, "encoder_out_cache_loc")
-        )
-        whole = None
-        if mode is ForwardMode.DECODE:
-            whole, (req, seq, ext, loc, pos) = side_by_side(req, seq, ext, loc, pos)
-        made = ForwardBatch(
-            forward_mode=mode,
-            req_pool_indices=req,
-            seq_lens=seq,
-            extend_seq_lens=ext,
-            out_cache_loc=loc,
-            ids=ids,
-            num_tokens=tokens,
-            positions=pos,
-            host_lens=resolve_host_lengths(seq, ext, host_lens),
-            mask=mask,
-            encoder_lens=enc,
-            encoder_out_cache_loc=enc_loc,
-            spec_info=spec_info,
-            num_decode=num_decode,
-            num_padding_requests=num_padding_requests,
-            num_padding_tokens=num_padding_tokens,
-        )
+    def _made(whole: Any, fields: dict[str, Any]) -> ForwardBatch:
+        made = ForwardBatch(**fields)
         made.__dict__["whole"] = whole
         return made
 
@@ -268,19 +157,13 @@ class ForwardBatch:
         seq = as_index(seq_lens, "seq_lens")
         check_padding(num_padding_requests, 0, seq.shape[0])
         check_lengths(seq[: seq.shape[0] - num_padding_requests], "seq_lens", least=1)
-        return ForwardBatch._extended(
-            req_pool_indices,
-            seq,
-            torch.ones_like(seq),
-            out_cache_loc,
-            seq=seq.clamp_min(1),
-            mode=ForwardMode.DECODE,
-            positions=positions,
-            encoder_lens=encoder_lens,
-            host_lens=host_lens,
+        whole, fields = batch_fields(
+            req_pool_indices, seq, torch.ones_like(seq), out_cache_loc, seq=seq.clamp_min(1),
+            mode=ForwardMode.DECODE, positions=positions, encoder_lens=encoder_lens, host_lens=host_lens,
             num_padding_requests=num_padding_requests,
-            spec_info=spec_info,
-        )
+        )  # fmt: skip
+        fields["spec_info"] = spec_info
+        return ForwardBatch._made(whole, fields)
 
     @staticmethod
     def mixed(
