@@ -158,8 +158,7 @@ class _Layer:
             "HAS_CAP": variant.cap is not None, "HAS_WINDOW": variant.window is not None,
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
             "UPCAST": upcast(dtype), "PAIRS": pairs(cache, heads, dtype) if tiles.half else 0,
-            "FLAT": cache.flat, "WIDE": cache.wide, "ALIKE": cache.k_strides == cache.v_strides,
-            "UNIT": tiles.keys,
+            "FLAT": cache.flat, "WIDE": cache.wide, "UNIT": tiles.keys,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {

@@ -68,7 +68,7 @@ def stream_pairs(
     PAGE: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PAIRS: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of request `b`, from column `start` on: the softmax's state `(m, den, acc)`.
 
@@ -99,9 +99,7 @@ def stream_pairs(
         live = n + offs_n < hi
         k_off = page_offsets(slots, k_page, k_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         key = _words(k_base, k_off, offs_d, live, D // 2)
-        v_off = k_off
-        if not ALIKE:
-            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
+        v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         value = _words(v_base, v_off, offs_dv, live, DV // 2)
         k_even, k_odd = halves(key, k_base.dtype.element_ty, PAIRS)
         qk = tl.dot(odd, tl.trans(k_odd), tl.dot(even, tl.trans(k_even)))

@@ -72,11 +72,6 @@ def _piece(
     HALF: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rows from `row0` on of request `b`, against its tiles `at` to `stop`: to `out` or to its pieces."""
-    table = source + row.to(tl.int64) * source_row + start
-    entry = tl.arange(0, BLOCK_N // SUB) * SUB
-    lo = at * UNIT
-    # Asked for together with where the request's rows are: keys would else wait for one after the other.
-    first = table_slots(table, lo + entry, lo + entry < tl.minimum(stop * UNIT, length), None)
     offset, extend = _own_tokens(query_offsets, b, max_new)
     prefix = tl.load(prefix_lens + b)
     if row0 < extend * GROUP:
@@ -125,12 +120,13 @@ def _piece(
         v_base = v_cache + kv_head.to(tl.int64) * v_head
         logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
         base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
+        table = source + row.to(tl.int64) * source_row + start
         m = tl.full([BLOCK_M], -1.0e38, tl.float32)
         den = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        ahead = first
-        if slot_map is not None:
-            ahead = tl.load(slot_map + first, mask=lo + entry < end, other=0)
+        entry = tl.arange(0, BLOCK_N // SUB) * SUB
+        lo = at * UNIT
+        ahead = table_slots(table, lo + entry, lo + entry < end, slot_map)
         for n in range(lo, end, BLOCK_N):
             slots = ahead  # table entries of the next tile are fetched before this tile's keys
             ahead = table_slots(table, n + BLOCK_N + entry, n + BLOCK_N + entry < end, slot_map)
