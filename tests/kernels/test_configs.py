@@ -152,6 +152,16 @@ def test_long_wide_programs_of_other_head_sizes_keep_their_parts(dim: int) -> No
     assert choose_decode(16, 8, 131_072, dim, 2, "sm90", 132, even=True).num_ranges == 16
 
 
+@pytest.mark.parametrize("run", [1, 16])
+@pytest.mark.parametrize(("batch", "longest"), [(64, 8192), (8, 131_072)])
+def test_long_parts_of_one_kv_head_stay_equal(batch: int, longest: int, run: int) -> None:
+    got = choose_decode(batch, 1, longest, 128, 2, "sm90", 132, even=True, run=run, scattered=run == 1)
+    assert (got.block_n, got.num_stages, got.parts, got.overlap) == (128, 3, 132 // batch, 0)
+    assert got.num_ranges == 132 // batch * batch
+    fp8 = choose_decode(batch, 1, longest, 128, 2, "sm90", 132, even=True, run=run, kv_itemsize=1)
+    assert fp8.parts == 0, "measured as ranges"
+
+
 def test_equal_parts_have_two_tiles_at_least() -> None:
     for length, parts in ((1024, 4), (2048, 8), (300, 2), (256, 0), (128, 0)):
         assert choose_decode(1, 8, length, 128, 2, "sm90", 132, even=True).parts == parts
@@ -162,12 +172,38 @@ def test_many_requests_are_walked() -> None:
     assert (got.parts, got.split, got.num_ranges) == (0, True, 33)
 
 
-def test_scattered_keys_have_tiles_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("batch", "even", "ranges"), [(64, True, 33), (17, True, 33), (64, False, 49), (128, True, 49)]
+)
+def test_scattered_keys_are_walked(batch: int, even: bool, ranges: int) -> None:
+    """By two programs an SM where requests are equal, and not so many that programs would come and go."""
     row = decode_row("sm90", 128, 2)
     assert row.walk is not None
-    for even, tile in ((True, row.narrow), (False, row.walk)):
-        got = choose_decode(64, 8, 8192, 128, 2, "sm90", 132, even=even, scattered=True)
-        assert (got.block_n, got.num_stages) == (tile.block_n, tile.num_stages)
+    got = choose_decode(batch, 8, 8192, 128, 2, "sm90", 132, even=even, scattered=True)
+    assert (got.block_n, got.num_stages) == (row.walk.block_n, row.walk.num_stages)
+    assert (got.parts, got.num_ranges, got.split) == (0, ranges, True)
+
+
+def test_scattered_keys_of_few_equal_requests_have_wide_tiles() -> None:
+    row = decode_row("sm90", 128, 2)
+    for batch in (1, 16):
+        got = choose_decode(batch, 8, 8192, 128, 2, "sm90", 132, even=True, scattered=True)
+        assert (got.block_n, got.num_ranges) == (row.wide.block_n, 16)
+    small = decode_row("sm90", 64, 2)
+    got = choose_decode(64, 8, 8192, 64, 2, "sm90", 132, even=True, scattered=True)
+    assert (got.block_n, got.num_stages) == (small.narrow.block_n, small.narrow.num_stages), "not measured"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "even", "stages"),
+    [(256, 1, True, 3), (133, 1, True, 3), (128, 2, True, 4), (256, 1, False, 4), (265, 1, True, 4)],
+)
+def test_equal_requests_of_one_program_each_leave_room_for_three(
+    batch: int, heads: int, even: bool, stages: int
+) -> None:
+    got = choose_decode(batch, heads, 2048, 128, 2, "sm90", 132, even=even, run=16)
+    assert (got.block_n, got.num_warps, got.num_stages) == (64, 4, stages)
+    assert not even or (got.num_ranges, got.split) == (batch, False)
 
 
 def test_8_bit_keys_have_tiles_of_their_own() -> None:

@@ -10,9 +10,9 @@ ARCHITECTURES = sorted({name for row in (*nvidia.EXTEND, *amd.EXTEND) for name i
 
 def chosen(
     batch: int, new: int, context: int = 8192, *, group: int = 4, arch: str = "sm90", even: bool = False,
-    dim: int = 128,
+    dim: int = 128, run: int = 16,
 ) -> Verify | None:  # fmt: skip
-    return choose_verify(batch, 8, group, new, context, dim, 2, arch, 132, even=even)
+    return choose_verify(batch, 8, group, new, context, dim, 2, arch, 132, even=even, run=run)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,28 @@ def test_a_graph_deals_ranges_out() -> None:
     assert short is not None
     assert short.keys.overlap == 2, "programs of a few tiles let what follows start early"
     assert short.keys.parts == 16, "two tiles at least"
+
+
+@pytest.mark.parametrize(("run", "unit"), [(1, 16), (16, 16), (32, 32), (48, 16), (64, 0), (128, 0)])
+@pytest.mark.parametrize("new", [4, 16])
+def test_equal_parts_are_of_less_than_whole_tiles(run: int, unit: int, new: int) -> None:
+    """A table entry is not cut: the kernel reads one for as many keys."""
+    got = chosen(1, new, even=True, run=run)
+    assert got is not None
+    assert (got.keys.parts, got.keys.unit, got.keys.block_n) == (16, unit, 64)
+    for even, batch in ((False, 1), (True, 16)):  # ranges; whole requests
+        other = chosen(batch, 8, even=even, run=run)
+        assert other is not None
+        assert other.keys.unit == 0
+
+
+@pytest.mark.parametrize(("context", "early"), [(8193, 2), (8208, 2), (9152, 2), (9153, 0), (16_384, 0)])
+def test_the_bound_itself_says_whether_programs_are_short(context: int, early: int) -> None:
+    """Not the power of two that decides the rest: less than nine tiles, 16 programs."""
+    got = chosen(1, 16, context, even=True)
+    assert got is not None
+    assert (got.keys.num_ranges, got.keys.overlap) == (16, early)
+    assert got is chosen(1, 16, 8208 if early else 9300, even=True), "the same object for the same choice"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

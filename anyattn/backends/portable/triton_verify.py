@@ -48,8 +48,8 @@ def verify_step(
     masks = _masks(plan)
     tiles = choose_verify(
         max(1, plan.key.num_requests), heads.num_kv, heads.group, max(1, plan.max_q_len),
-        power_of_two(_longest(plan, group, run)), max(heads.dim, heads.v_dim), itemsize, arch, units,
-        even=even, masked=masks.kind == ALL_COLUMNS, kv_itemsize=kv_itemsize,
+        _longest(plan, group, run), max(heads.dim, heads.v_dim), itemsize, arch, units,
+        even=even, masked=masks.kind == ALL_COLUMNS, kv_itemsize=kv_itemsize, run=run,
     )  # fmt: skip
     if tiles is None:
         return None

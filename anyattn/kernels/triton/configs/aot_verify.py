@@ -42,7 +42,7 @@ def verify_layer(shape: Shape, target: Target, *, among: bool = False) -> None:
     else:
         tiles = choose_verify(
             rows, heads.num_kv, heads.group, shape.new, keys, dim, itemsize, arch, 1 << 20, even=rows == 1,
-            kv_itemsize=kv_itemsize,
+            kv_itemsize=kv_itemsize, run=shape.page,
         )  # fmt: skip
     assert tiles is not None
     masks = VerifyMasks()

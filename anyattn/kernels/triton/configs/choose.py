@@ -37,7 +37,8 @@ MANY_WAVES = 3
 EVEN_TILES = 8
 """Wide parts of more tiles become ranges, even where requests are equally long: on an H200 (D 128, page 16)
 that was 2 to 4 % faster for 8 x 8192 to 65536 tokens of 8 KV heads, equal before, and 3 to 9 % slower for 4
-and 8 x 1024. Requests that needn't be cut stay whole: 64 x 4096 of 2 KV heads took 4 % longer as ranges."""
+and 8 x 1024. Requests that needn't be cut stay whole: 64 x 4096 of 2 KV heads took 4 % longer as ranges; and
+parts of one KV head stay equal: two each of 64 x 8192 took 73.4 us, the same as ranges 75.0."""
 EVEN_RUN = 64
 """Consecutive slots from which on long parts stay equal: ranges took 9 % longer there for 1 x 131072."""
 OVERLAP_TILES = 8
@@ -169,17 +170,24 @@ def choose_decode(
         run: consecutive slots that a table entry stands for.
 
     As long as one program per unit holds every request whole, wide tiles; beyond, narrow ones with several
-    programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps.
+    programs a unit, and for more than 32 heads, whose scores would spill, with twice the warps. What walks
+    has tiles of its own where addresses cost more, or always; so have equal requests of one program each that
+    are all there at once: 256 x 2048 took 70.2 us on an H200, in narrow tiles 71.7.
     """
     row = decode_row(arch, dim, itemsize, kv_itemsize=kv_itemsize)
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
     even = even and (batch * programs < MANY_WAVES * slots or row.walk_always != "")
     if wide and batch * programs * -(-max_kv_len // tile.block_n) > EVEN_TILES * slots:
-        even = even and not _ranges_even_so(row, slots // (batch * programs), run)
-    walking = not even or (row.walk_always == "always" and not wide)
+        even = even and not _ranges_even_so(row, slots // (batch * programs), run, programs)
+    own = row.walk if row.walk_always == "" and heads <= WIDE_HEADS and not wide else None
+    apart = own is not None and even and scattered
+    walking = not even or apart or (row.walk_always == "always" and not wide)
     if walking and row.walk is not None and (row.walk_always or scattered):
-        tile, slots, wide = row.walk, row.walk_per_unit * units, False
+        per_unit = row.programs_per_unit if apart else row.walk_per_unit
+        tile, slots, wide = row.walk, per_unit * units, False
+    elif own is not None and even and programs == 1 and batch <= slots:
+        tile = own
     even = even and not walking
     tiles = max(1, -(-max_kv_len // tile.block_n))
     split = tiles > (1 if wide else MIN_TILES)
@@ -197,11 +205,12 @@ def choose_decode(
     )  # fmt: skip
 
 
-def _ranges_even_so(row: DecodeRow, parts: int, run: int) -> bool:
+def _ranges_even_so(row: DecodeRow, parts: int, run: int, programs: int) -> bool:
     """Whether long wide `parts` of equal requests become ranges: always where those have tiles that were
     measured instead, never where they have others that were not.
     """
-    return row.walk_always == "always" or (row.walk_always == "" and parts > 1 and run < EVEN_RUN)
+    ranged = parts > 1 and programs > 1 and run < EVEN_RUN
+    return row.walk_always == "always" or (row.walk_always == "" and ranged)
 
 
 def fitting_ranges(programs: int, slots: int) -> int:

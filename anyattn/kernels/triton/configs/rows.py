@@ -26,8 +26,10 @@ class DecodeRow:
     `max_kv_itemsize`: the same of stored elements alone. `wide` is used while one program per unit covers
     the grid, else `narrow`, with `programs_per_unit`.
     `walk`: where ranges hold several requests, with `walk_per_unit` programs, in every such step, in those
-    with scattered keys alone, or instead of narrow equal parts too. `half`: 8-bit keys are read in pairs and
-    multiplied as float16, made by an instruction of sm_89.
+    with scattered keys alone, or instead of narrow equal parts too. Scattered keys of equal requests, where
+    these alone have it, are walked as well, with `programs_per_unit`: on an H200, 64 x 8192 on pages of one
+    token took 496.7 us so, 502.4 with three programs an SM, 505.2 in narrow tiles. `half`: 8-bit keys are
+    read in pairs and multiplied as float16, made by an instruction of sm_89.
     `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
     2 decode too.
     `triton`: beginnings of the versions that the row is for; none = all.
