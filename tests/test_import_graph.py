@@ -33,6 +33,7 @@ AREAS_THAT_MEET = {("cli", "demo"), ("cli", "testing"), ("testing", "demo"), ("c
 CORE_RANK = {
     "facts": 0, "spec": 0, "groups": 0, "batch": 0, "plan": 0, "traits": 0, "capabilities": 0, "dtypes": 0,
     "call": 0, "shapes": 0, "feature_check": 0, "state": 0, "host_lengths": 0, "batch_checks": 0, "masks": 0,
+    "batch_fields": 0, "forward_mode": 0,
     "strategy": 0, "blocks": 0, "ids": 0, "hashing": 0, "rows": 0, "streams": 0,
     "arguments": 0, "capturing": 0, "platform_record": 0, "mla": 0, "mla_inputs": 0,
     "kv": 1, "metadata": 1, "registry": 1, "measure": 1, "context": 1, "ops": 1, "layer": 1,

@@ -18,13 +18,14 @@ from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
-from anyattn.core.metadata.buffers import Field, FreshStorage, StepBuffers, StepStorage
+from anyattn.core.metadata.buffers import FreshStorage, StepBuffers, StepStorage
 from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
 from anyattn.core.metadata.extent import csr_entries, max_kv_len, max_q_len, table_extent, table_mirrors
 from anyattn.core.metadata.masks import fill_mask, prepare_mask
 from anyattn.core.metadata.pack import Pack, Packs
 from anyattn.core.metadata.slots import RowCheck, SlotCheck
 from anyattn.core.metadata.upload import Uploader, UploadLayout
+from anyattn.core.metadata.vectors import gathered, layout_for, vectors_of
 from anyattn.core.metadata.windows import (
     check_ids,
     check_windows,
@@ -224,14 +225,14 @@ class MetadataCompiler:
 
     def _upload(self, batch: ForwardBatch, storage: StepStorage) -> dict[str, torch.Tensor]:
         """The batch's vectors in the plan's storage, by name: a plan never aliases the caller's tensors."""
-        fields, values = _vectors(batch)
+        fields, values = vectors_of(batch)
         on_host = [v.is_cpu for v in values]
         if all(on_host):
             region, vectors = storage.packed(fields)
             parts = [(at, v, f[2]) for (at, _), v, f in zip(vectors, values, fields, strict=True)]
             self.uploader.send(region, parts)
             return {f[0]: view for f, (_, view) in zip(fields, vectors, strict=True)}
-        return self._gather(fields, values, on_host, storage)
+        return gathered(self.uploader, fields, values, on_host, storage)
 
     def _packed(self, batch: ForwardBatch) -> Pack | None:
         """The batch's vectors as one, found as `_check_host` wants them; None: nothing is known of them."""
@@ -249,9 +250,9 @@ class MetadataCompiler:
         """`_upload` to where the captured batch's vectors went: the same fields, of the same lengths."""
         layout = plan.uploaded
         if layout is None:
-            fields, _ = _vectors(batch)
+            fields, _ = vectors_of(batch)
             region, vectors = storage.packed(fields)
-            layout = plan.uploaded = _layout(region, fields, vectors)
+            layout = plan.uploaded = layout_for(region, fields, vectors)
         if pack is not None:
             self._send(layout, pack)
             return
@@ -261,24 +262,6 @@ class MetadataCompiler:
                 self._upload(batch, storage)
                 return
         self.uploader.send_again(layout, values)
-
-    def _gather(
-        self, fields: list[Field], values: list[torch.Tensor], on_host: list[bool], storage: StepStorage
-    ) -> dict[str, torch.Tensor]:
-        """Some vectors live on the device: they are copied there, behind the copy of the others."""
-        hosts = [i for i, host in enumerate(on_host) if host]
-        placed: dict[str, torch.Tensor] = {}
-        if hosts:
-            region, vectors = storage.packed([fields[i] for i in hosts])
-            self.uploader.send(
-                region, [(at, values[i], fields[i][2]) for i, (at, _) in zip(hosts, vectors, strict=True)]
-            )
-            placed = {fields[i][0]: view for i, (_, view) in zip(hosts, vectors, strict=True)}
-        for (name, length, dtype), value in zip(fields, values, strict=True):
-            if name not in placed:
-                placed[name] = storage.take(name, (length,), dtype)
-                placed[name].copy_(value)
-        return placed
 
     def _new_table(self, index: int, group: TableGroup, plan: Plan, storage: StepStorage) -> Table:
         form, rows, take = self.form, plan.key.num_requests, storage.take
@@ -306,37 +289,5 @@ def _width(pages: int, form: TableForm) -> int:
     """Columns of a block table whose longest row has so many pages."""
     return max(1, -(-pages // form.width_multiple)) * form.width_multiple
 
-
-def _vectors(batch: ForwardBatch) -> tuple[list[Field], list[torch.Tensor]]:
-    """What a step uploads, and where it goes, by name."""
-    fields: list[Field] = []
-    values: list[torch.Tensor] = []
-    for name, attribute, dtype in _UPLOADED:
-        value: torch.Tensor | None = getattr(batch, attribute)
-        if value is not None:
-            fields.append((name, value.shape[0], dtype))
-            values.append(value)
-    return fields, values
-
-
-def _layout(
-    region: torch.Tensor, fields: list[Field], vectors: list[tuple[int, torch.Tensor]]
-) -> UploadLayout:
-    places = zip(fields, vectors, strict=True)
-    return UploadLayout(region, [(_ATTRIBUTES[name], at, n, dtype) for (name, n, dtype), (at, _) in places])
-
-
-_UPLOADED = (
-    ("req_pool_indices", "req_pool_indices", torch.int64),
-    ("seq_lens", "seq_lens", torch.int32),
-    ("extend_lens", "extend_seq_lens", torch.int32),
-    ("encoder_lens", "encoder_lens", torch.int32),
-    ("out_cache_loc", "out_cache_loc", torch.int64),
-    ("positions", "positions", torch.int64),
-    ("encoder_out_cache_loc", "encoder_out_cache_loc", torch.int64),
-)
-"""`(name in storage, field of the batch, dtype)`."""
-
-_ATTRIBUTES = {name: attribute for name, attribute, _ in _UPLOADED}
 
 _WRITES = ((Space.FULL, "out_cache_loc"), (Space.ENCODER, "encoder_out_cache_loc"))
