@@ -12,6 +12,7 @@ from typing import Any
 
 from anyattn.testing.emulators import (
     flashinfer_decode,
+    flashinfer_decode_graph,
     flashinfer_decode_launch,
     flashinfer_mla,
     flashinfer_prefill,
@@ -29,7 +30,7 @@ __all__ = ["VERSION", "modules"]
 VERSION = "0.7.2.post1"
 
 _HOMES: dict[str, tuple[ModuleType, ...]] = {
-    "flashinfer.decode": (flashinfer_decode, flashinfer_trtllm),
+    "flashinfer.decode": (flashinfer_decode, flashinfer_decode_graph, flashinfer_trtllm),
     "flashinfer.prefill": (flashinfer_prefill, flashinfer_ragged),
     "flashinfer.attention": (flashinfer_sinks,),
     "flashinfer.mla": (flashinfer_mla, flashinfer_trtllm_mla),

@@ -34,7 +34,7 @@ from anyattn.testing.emulators.flashinfer_native import Schedule, decode_module
 from anyattn.testing.emulators.flashinfer_tables import check_int32, fill_buffer
 from anyattn.testing.emulators.modules import EmulationError
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper"]
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper"]
 
 _GROUPS = (1, 2, 3, 4, 6, 8, 16)  # DISPATCH_GQA_GROUP_SIZE in utils.cuh
 _POSITIONAL = (
@@ -330,26 +330,3 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def run_return_lse(self, *args: Any, **kwargs: Any) -> Any:
         """`run(..., return_lse=True)`."""
         return self.run(*args, return_lse=True, **kwargs)
-
-
-class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """The wrapper with buffers that a graph has seen."""
-
-    def __init__(
-        self,
-        workspace_buffer: torch.Tensor,
-        indptr_buffer: torch.Tensor,
-        indices_buffer: torch.Tensor,
-        last_page_len_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_tensor_cores: bool = False,
-    ) -> None:
-        super().__init__(
-            workspace_buffer,
-            kv_layout,
-            use_cuda_graph=True,
-            use_tensor_cores=use_tensor_cores,
-            paged_kv_indptr_buffer=indptr_buffer,
-            paged_kv_indices_buffer=indices_buffer,
-            paged_kv_last_page_len_buffer=last_page_len_buffer,
-        )
