@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         name="draft extend counts the prefix only",
-        where="anyattn.core.batch:ForwardBatch.extend",
+        where="anyattn.core.batch_fields:batch_fields",
         old="seq = prefix + ext",
         new="seq = prefix + ext * (mode is not ForwardMode.DRAFT_EXTEND)",
         names=("draft",),
