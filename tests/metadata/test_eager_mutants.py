@@ -54,6 +54,10 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         f"{_COMPILER}.renew", "plan.max_kv_len = ", "_ = ",
         promises.test_steps_of_one_shape_share_a_plan,
     ),
+    "the values of a later batch": (
+        f"{_COMPILER}._send", "self.uploader.send_again(layout, pack.views, pack.wide)", "pass",
+        promises.test_steps_of_one_shape_share_a_plan,
+    ),
     "what the backend says": (
         f"{_EAGER}:EagerPlans._free", " or not serves(kept.plan, batch)", "",
         promises.test_what_the_backend_says_does_not_serve_is_made_anew,

@@ -119,8 +119,11 @@ PROMISES = {
     "the request table": ("each.source is not source", "False", replaced_table),
     "tiles": (" is each.tiles", " is not None", lambda world: test_lengths_that_call_for_other_tiles(1)),
     "lengths since the last time": (
-        "power_of_two(longest), *evens", "()",
+        "step.suits.get(lengths)", "next(iter(step.suits.values()), None)",
         lambda world: test_lengths_that_call_for_other_tiles(3),
+    ),
+    "lengths of another batch": (
+        "serial != batch.serial", "not serial", lambda world: test_lengths_that_call_for_other_tiles(3),
     ),
 }  # fmt: skip
 
