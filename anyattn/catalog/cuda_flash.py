@@ -248,8 +248,8 @@ FA4_DENSE_ROWS = (
         method="paged varlen",
         proof=Proof.HARDWARE,
         source="vendor-apis §3; flash_attn/cute/interface.py of 4.0.0b36. On an H200 D 8 on small pages is "
-        "refused inside the call (irregular head dim), and D 80 with a mask gave wrong numbers. What ran there was "
-        "flash-attn-4's, not tokenspeed-fa4's",
+        "refused inside the call (irregular head dim), and D 80 with a mask gave wrong numbers. What "
+        "ran there was flash-attn-4's, not tokenspeed-fa4's",
     ),
 )
 
