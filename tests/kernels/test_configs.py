@@ -296,3 +296,16 @@ def test_only_short_programs_let_what_follows_start_early(
     got = choose_decode(batch, heads, longest, 128, 2, "sm90", 132, even=True)
     assert got.split
     assert got.overlap == early
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "longest", "even", "alike"),
+    [(1, 8, 8192, True, True), (64, 1, 8192, True, True), (64, 2, 4096, True, True),
+     (64, 1, 8192, False, False), (8, 8, 65536, True, False), (64, 8, 8192, True, False)],
+)  # fmt: skip
+def test_wide_tiles_that_do_not_walk_read_v_at_the_offsets_of_k(
+    batch: int, heads: int, longest: int, even: bool, alike: bool
+) -> None:
+    got = choose_decode(batch, heads, longest, 128, 2, "sm90", 132, even=even)
+    assert got.alike == alike
+    assert not choose_decode(batch, heads, longest, 128, 2, "sm100", 148, even=even).alike

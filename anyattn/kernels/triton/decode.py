@@ -23,7 +23,7 @@ def _stream(
     PAGE: tl.constexpr, SUB: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Keys `lo` to `hi` of request `b`, from column `start` on: the softmax's state `(m, den, acc)`."""
     if PAIRS > 0:
@@ -55,7 +55,9 @@ def _stream(
         key = tl.load(
             k_base + k_off[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0
         )
-        v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
+        v_off = k_off
+        if not ALIKE:
+            v_off = page_offsets(slots, v_page, v_row, PAGE, SUB, BLOCK_N, FLAT, WIDE)
         value = tl.load(
             v_base + v_off[:, None] + offs_dv[None, :],
             mask=live[:, None] & (offs_dv < DV)[None, :],
@@ -111,7 +113,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr,
     SPLIT: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
-    UNIT: tl.constexpr, WALK: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIKE: tl.constexpr, UNIT: tl.constexpr, WALK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid `(R * Hkv * head_blocks,)`, heads fastest: they read neighbouring memory at the same time.
 
@@ -120,7 +122,7 @@ def decode_kernel(
     to `out`, with its sink; a piece of one that several hold to row `range + request` of
     `part_out [R + B, Hq, DV]` and `part_lse [R + B, Hq]`, natural log, without sinks. WALK: a range may hold
     several requests. PAIRS: 8-bit keys are read two at a time, and multiplied as float16; see `halves` and
-    `attention.pairs`.
+    `attention.pairs`. ALIKE: V is read at K's offsets, which are the same.
     OVERLAP 1: the merge may be launched before the last program has ended (sm_90: programmatic dependent
     launch); 2: so was this kernel before the one in front of it.
     """
@@ -158,7 +160,7 @@ def decode_kernel(
                 q, b, row, start, length, lo, tl.minimum(stop * UNIT, length), source, source_row,
                 slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
                 logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-                HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
+                HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE, ALIKE,
             )  # fmt: skip
             row = tl.load(req_rows + b + 1, mask=left > 0, other=0).to(tl.int32)
             start, length = listed(kv_start, kv_lens, b + 1, left > 0, window, SUB, HAS_WINDOW)
@@ -175,7 +177,7 @@ def decode_kernel(
             q, b, row, start, length, at * UNIT, tl.minimum(stop * UNIT, length), source, source_row,
             slot_map, k_base, v_base, q_t, q_h, k_page, k_row, v_page, v_row, heads, in_group,
             logit_scale, cap, window, PAGE, SUB, D, DV, BLOCK_D, BLOCK_DV, BLOCK_H, BLOCK_N,
-            HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE,
+            HAS_CAP, HAS_WINDOW, UPCAST, PAIRS, FLAT, WIDE, ALIKE,
         )  # fmt: skip
         whole = (at == 0) & (stop == tl.maximum(tl.cdiv(length, UNIT), 1))
         _finish(

@@ -159,6 +159,7 @@ class _Layer:
             "HAS_SINKS": has_sinks, "WRITE_LSE": write_lse, "SPLIT": tiles.split,
             "UPCAST": upcast(dtype), "PAIRS": pairs(cache, heads, dtype) if tiles.half else 0,
             "FLAT": cache.flat, "WIDE": cache.wide, "UNIT": tiles.keys,
+            "ALIKE": tiles.alike and cache.k_strides == cache.v_strides,
             "WALK": tiles.split and not tiles.parts, "OVERLAP": tiles.overlap,
         }  # fmt: skip
         self.merge_constexprs = {

@@ -53,7 +53,7 @@ class Decode:
 
     `split`: a request may be cut; if not, a range is a request. `parts`: every request is cut into as many,
     0 = all ranges are equal instead. `overlap`, `half`: see `DecodeRow`. `unit`: ranges are multiples of so
-    many keys, which the run of a table entry divides; 0: of whole tiles.
+    many keys, which the run of a table entry divides; 0: of whole tiles. `alike`: see `DecodeRow`.
     """
 
     block_n: int
@@ -66,6 +66,7 @@ class Decode:
     parts: int = 0
     half: bool = False
     unit: int = 0
+    alike: bool = False
 
     @property
     def keys(self) -> int:
@@ -201,7 +202,7 @@ def choose_decode(
     short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
     return Decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
-        parts if split else 0, row.half,
+        parts if split else 0, row.half, alike=row.alike and wide and (even or not split),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class DecodeRow:
     token took 496.7 us so, 502.4 with three programs an SM, 505.2 in narrow tiles. `half`: 8-bit keys are
     read in pairs and multiplied as float16, made by an instruction of sm_89.
     `overlap`: kernels that start before the one in front has ended, with wide tiles: 0 none, 1 the merge,
-    2 decode too.
+    2 decode too. `alike`: in wide tiles that don't walk, V's offsets aren't computed where they are K's.
     `triton`: beginnings of the versions that the row is for; none = all.
     """
 
@@ -47,6 +47,7 @@ class DecodeRow:
     walk_always: str = ""
     half: bool = False
     overlap: int = 0
+    alike: bool = False
     triton: tuple[str, ...] = ()
     evidence: str = ""
 
