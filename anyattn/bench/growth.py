@@ -22,7 +22,7 @@ import torch
 
 import anyattn
 from anyattn.bench.document import new_document
-from anyattn.bench.engine import describe, synchronize
+from anyattn.bench.engine import Options, describe, synchronize
 from anyattn.bench.run import to_stderr
 from anyattn.core.capabilities import Phase
 from anyattn.core.groups import GroupSet
@@ -135,18 +135,20 @@ def measure_growth(
     device: torch.device,
     *,
     only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
     rounds: int = 15,
 ) -> dict[str, Any]:
-    """Every form and every usable backend (or those of `only`, by name), as JSON; see the module."""
+    """Every form and every usable backend that `only` and `skip` (globs) admit, as JSON; see the module."""
+    asked = Options(only=tuple(only), skip=tuple(skip))
     document = new_document(device) | {"schema": SCHEMA, "batches": list(batches), "contexts": list(contexts)}
     for name in ("cells", "left_out", "limits"):
         del document[name]
     rows: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
     for kind, name, backend, make in _subjects(device):
-        if only and name not in only:
+        if not asked.admits(name):
             continue
         to_stderr(f"{kind} {name}")
         try:

@@ -14,7 +14,7 @@ def run_growth(args: argparse.Namespace) -> int:
     from anyattn.cli.bench import device_of
     from anyattn.cli.bench_checks import check_somebody
 
-    found = measure_growth(device_of(args), only=args.only)
+    found = measure_growth(device_of(args), only=args.only, skip=args.skip)
     check_somebody(args, {"cells": [{"results": found["rows"], "skipped": found["skipped"]}]})
     if args.json == "-":
         print(json.dumps(found, indent=1))
