@@ -245,7 +245,7 @@ class ForwardBatch:
     @staticmethod
     def idle() -> ForwardBatch:
         """An empty step: no request, no token, no kernel."""
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return ForwardBatch(
             ForwardMode.IDLE, none, none, none, none, num_tokens=0, host_lens=Exact(none, none)
         )

@@ -40,7 +40,9 @@ def as_index(values: IntLike, name: str) -> torch.Tensor:
     try:
         # Takes whole numbers alone, as `operator.index` does, in a tenth of the time.
         numbers = array("q", list(values))
-        return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+        if not numbers:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.frombuffer(numbers, dtype=torch.int64)
     except (TypeError, OverflowError) as error:
         raise BatchError(
             f"{name} holds integers", asked=repr(values), allowed=allowed, hint=f"convert {name} before"

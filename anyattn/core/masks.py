@@ -33,7 +33,7 @@ class ExplicitMask:
     @staticmethod
     def from_matrices(masks: Sequence[torch.Tensor]) -> ExplicitMask:
         """From one bool `[extend_len, seq_len]` matrix per request."""
-        sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64)
+        sizes = torch.tensor([0, *(m.numel() for m in masks)], dtype=torch.int64, device="cpu")
         cells = torch.cat([m.reshape(-1).to(torch.bool) for m in masks])
         return ExplicitMask(cells, sizes.cumsum(0))
 

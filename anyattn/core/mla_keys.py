@@ -59,7 +59,7 @@ def key_parts(parts: Sequence[tuple[Sequence[int], Sequence[int]]], uploader: Up
     """A part for each `(starts, lens)` of host lengths, all in one upload."""
     bounds = [[0, *itertools.accumulate(lens)] for _, lens in parts]
     pairs = [(starts, ends) for (starts, _), ends in zip(parts, bounds, strict=True)]
-    given = [torch.tensor(values, dtype=torch.int64) for pair in pairs for values in pair]
+    given = [torch.tensor(values, dtype=torch.int64, device="cpu") for pair in pairs for values in pair]
     device = uploader.upload(given)
     return [
         KeyPart(

@@ -176,7 +176,7 @@ class FlashInferMLA(AttentionBackend):
             spec, wrappers = materialised_spec(unit.spec), {}
             for part in parts:
                 arguments = {
-                    "kv_indptr": torch.tensor(part.bounds, dtype=torch.int32),
+                    "kv_indptr": torch.tensor(part.bounds, dtype=torch.int32, device="cpu"),
                     "num_qo_heads": spec.num_q_heads,
                     "num_kv_heads": spec.num_kv_heads,
                     "head_dim_qk": spec.head_dim,
@@ -285,7 +285,7 @@ def _offsets(plan: Plan) -> torch.Tensor:
     """Of the queries: int32 `[B + 1]` on the host."""
     assert plan.batch.exact is not None
     lens = plan.batch.exact.extend_lens
-    offsets = torch.zeros(lens.shape[0] + 1, dtype=torch.int32)
+    offsets = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(lens, 0, dtype=torch.int32, out=offsets[1:])
     return offsets
 
@@ -313,4 +313,5 @@ def _check_tiles(plan: Plan, heads: int, causal: bool) -> None:
 def _blind(plan: Plan, part: KeyPart) -> torch.Tensor:
     """bool on the host, one for each token of a request: it has no keys in this part."""
     assert plan.batch.exact is not None
-    return torch.repeat_interleave(torch.tensor([not n for n in part.lens]), plan.batch.exact.extend_lens)
+    blind = torch.tensor([not n for n in part.lens], device="cpu")
+    return torch.repeat_interleave(blind, plan.batch.exact.extend_lens)

@@ -154,11 +154,11 @@ def _prepare(wrapper: Any, shape: Shape, sizes: DecodeSizes, space: _Space) -> P
     spaces = [wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, None]
     dims = (sizes.dim, sizes.dim)
     if not sizes.cores:
-        kinds = (torch.empty(0, dtype=dtype) for dtype in sizes.dtypes)
+        kinds = (torch.empty(0, dtype=dtype, device="cpu") for dtype in sizes.dtypes)
         options = (sizes.window_left, sizes.cap, *dims, *kinds)
         args = [*spaces, None, requests, *sizes.heads, graph, *options]
         return Prepared(shape, args, 3, False, False, module, space)
-    queries = torch.arange(requests + 1, dtype=torch.int32)
+    queries = torch.arange(requests + 1, dtype=torch.int32, device="cpu")
     causal = False  # of one query each
     rest = [requests, requests, *sizes.heads, graph, *dims, causal, sizes.window_left]
     if sizes.inner == "fa2":

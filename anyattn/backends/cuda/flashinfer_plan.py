@@ -97,7 +97,7 @@ class HostArrays:
         """First query token of each request, `[B + 1]`."""
         exact = self._plan.batch.exact
         assert exact is not None  # the row asks for exact lengths; the contract has checked them
-        indptr = torch.zeros(self._plan.key.num_requests + 1, dtype=torch.int32)
+        indptr = torch.zeros(self._plan.key.num_requests + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(exact.extend_lens, 0, dtype=torch.int32, out=indptr[1:])
         return indptr
 
@@ -152,7 +152,7 @@ class PageArrays:
         self._tokens = lens.numpy().astype("int32")
         self._counts = (self._tokens + (page - 1)) // page
         self._page = page
-        self.indptr = torch.empty(lens.shape[0] + 1, dtype=torch.int32)
+        self.indptr = torch.empty(lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         offsets = self.indptr.numpy()
         offsets[0] = 0
         self._counts.cumsum(dtype="int32", out=offsets[1:])
@@ -176,8 +176,8 @@ class KeptPages:
     """
 
     def __init__(self, requests: int, page: int) -> None:
-        self.indptr = torch.zeros(requests + 1, dtype=torch.int32)
-        self.lens = torch.zeros(requests, dtype=torch.int32)
+        self.indptr = torch.zeros(requests + 1, dtype=torch.int32, device="cpu")
+        self.lens = torch.zeros(requests, dtype=torch.int32, device="cpu")
         self._offsets, self._tokens = self.indptr.numpy(), self.lens.numpy()
         self._ends, self._kind = self._offsets[1:], self._tokens.dtype
         self._page, self._more = page, page - 1

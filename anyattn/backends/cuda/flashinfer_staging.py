@@ -93,7 +93,7 @@ class Staging:
         """The wrapper's own, unless the ring has it already."""
         if all(slot.memory is not pinned for slot in ring):
             return pinned
-        return torch.empty(pinned.shape, dtype=pinned.dtype, pin_memory=pinned.is_pinned())
+        return torch.empty(pinned.shape, dtype=pinned.dtype, device="cpu", pin_memory=pinned.is_pinned())
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Pieces:
         if block is None:
             with torch.inference_mode(False):
                 pinned = torch.cuda.is_available()
-                memory = torch.empty(PIECE * _PIECES, dtype=torch.uint8, pin_memory=pinned)
+                memory = torch.empty(PIECE * _PIECES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             parts = [memory[i * PIECE :][:PIECE] for i in range(_PIECES)]
             block = _Block(parts, self._events.new_event())
             self._ring[self._next] = block

@@ -116,7 +116,7 @@ def _busiest(new: torch.Tensor, keys: torch.Tensor, window: int | None, heads: H
     tokens = _ROWS // heads.group
     counts = (new + (tokens - 1)) // tokens
     request = torch.repeat_interleave(counts)
-    block = torch.arange(request.shape[0]) - (counts.cumsum(0) - counts)[request]
+    block = torch.arange(request.shape[0], device="cpu") - (counts.cumsum(0) - counts)[request]
     behind = (new[request] - (block + 1) * tokens).clamp(min=0)
     seen = keys[request] - behind
     if window is not None:

@@ -176,7 +176,7 @@ def check_values(plan: Plan, table: RequestTable, page_size: int, total_slots: i
     source = table.req_to_token[plan.req_pool_indices[:real]].cpu().long()
     seq, prefix = plan.seq_lens[:real].cpu(), plan.prefix_lens[:real].cpu()
     window = _common_window(plan)
-    column = torch.arange(source.shape[1])[None, :]
+    column = torch.arange(source.shape[1], device="cpu")[None, :]
     first = torch.zeros_like(prefix) if window is None else (prefix - window + 1).clamp_min(0)
     live = (column < seq[:, None]) & (column >= first[:, None])
     bad = live & ((source < page_size) | (source >= total_slots))

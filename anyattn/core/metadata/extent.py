@@ -131,7 +131,7 @@ def _listed(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool
 def _mirrors(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool) -> HostTable:
     kv_lens = _listed(batch, group, page, prefix_only)
     counts = (kv_lens + (page - 1)) // page
-    indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32)
+    indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
     return HostTable(indptr, kv_lens.to(torch.int32))
 

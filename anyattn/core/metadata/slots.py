@@ -21,7 +21,7 @@ class RowCheck:
 
     def __init__(self, rows: int) -> None:
         """Rows are `0 .. rows - 1`."""
-        self._rows = torch.zeros(rows, dtype=torch.uint8)
+        self._rows = torch.zeros(rows, dtype=torch.uint8, device="cpu")
         self._read: dict[int, torch.Tensor] = {}
 
     def inside(self, rows: torch.Tensor) -> bool:
@@ -32,7 +32,7 @@ class RowCheck:
             if len(self._read) >= _KEPT:
                 self._read.clear()
             with torch.inference_mode(False):  # written to inside of it and outside
-                read = self._read[count] = torch.empty(count, dtype=torch.uint8)
+                read = self._read[count] = torch.empty(count, dtype=torch.uint8, device="cpu")
         try:
             torch.index_select(self._rows, 0, rows, out=read)
         except IndexError:
@@ -48,7 +48,7 @@ class SlotCheck:
     def __init__(self, page_size: int, total_slots: int) -> None:
         """The first `page_size` slots are the sink. Notes take 4 bytes a slot, from the first check on."""
         self._first, self._total = page_size, total_slots
-        self._notes = self._order = torch.empty(0, dtype=torch.int32)
+        self._notes = self._order = torch.empty(0, dtype=torch.int32, device="cpu")
         self._plain = not _has_numpy()
         self._views: Any = None
         self._clean = bytes(4 * page_size)
@@ -114,11 +114,11 @@ class SlotCheck:
         if not self._notes.shape[0]:
             # The second half is never written to: it costs addresses, no memory.
             with torch.inference_mode(False):  # written to inside of it and outside
-                self._notes = torch.zeros(2 * self._total, dtype=torch.int32)
+                self._notes = torch.zeros(2 * self._total, dtype=torch.int32, device="cpu")
             notes = self._notes if plain else self._notes.numpy()
             self._views = notes[: self._total], notes, notes[: self._first]
         if self._order.shape[0] < count:
-            self._order = torch.arange(1, 2 * count + 1, dtype=torch.int32)
+            self._order = torch.arange(1, 2 * count + 1, dtype=torch.int32, device="cpu")
             self._orders.clear()
         if len(self._orders) >= _KEPT:
             self._orders.clear()
@@ -156,7 +156,7 @@ class SlotCheck:
 def _has_numpy() -> bool:
     """torch runs without it, too."""
     try:
-        torch.empty(0).numpy()
+        torch.empty(0, device="cpu").numpy()
     except RuntimeError:
         return False
     return True

@@ -75,7 +75,7 @@ class WindowPool(MHAPool):
         self._maps = {w: self._empty_map() for w in self.sub_pools}
         self._page_of = {w: [0] * pages for w in self.sub_pools}
         self._taken: dict[int | None, set[int]] = {w: set() for w in self.sub_pools}
-        self._mapped = {w: torch.zeros(pages, dtype=torch.bool) for w in self.sub_pools}
+        self._mapped = {w: torch.zeros(pages, dtype=torch.bool, device="cpu") for w in self.sub_pools}
         self.full_to_window = {w: self._maps[w] for w in self.window_slots}
 
     def _sub_pools(self) -> dict[int | None, int]:
@@ -83,7 +83,7 @@ class WindowPool(MHAPool):
 
     def _empty_map(self) -> torch.Tensor:
         found = torch.full((self.listed_slots,), UNMAPPED, dtype=torch.int32, device=self.device)
-        found[: self.page_size] = torch.arange(self.page_size, dtype=torch.int32)  # the sink is everywhere
+        found[: self.page_size] = _rows_of(self.page_size)  # the sink is everywhere
         return found
 
     def _storage_pages(self, spec: AttentionSpec) -> int:
@@ -120,7 +120,8 @@ class WindowPool(MHAPool):
                 raise PoolError("a window page that is nobody's", asked=target, allowed=f"1..{most}, free")
             table[page] = target
             taken.add(target)
-        self._set(window, pages, torch.tensor(list(window_pages), dtype=torch.int32)[:, None])
+        first = torch.tensor(list(window_pages), dtype=torch.int32, device="cpu")
+        self._set(window, pages, first[:, None])
 
     def unmap_pages(self, window: int | None, pages: Sequence[int], *, evicted: bool = False) -> list[int]:
         """Take full pages out of that window's pool; the window pages that this frees, in order.
@@ -185,13 +186,18 @@ class WindowPool(MHAPool):
     def _set(
         self, window: int | None, pages: Sequence[int], first: torch.Tensor | None, value: int = UNMAPPED
     ) -> None:
-        index = torch.tensor(list(pages), dtype=torch.int64)
+        index = torch.tensor(list(pages), dtype=torch.int64, device="cpu")
         self._mapped[window][index] = first is not None
-        cells = torch.full((len(pages), self.page_size), value, dtype=torch.int32)
+        cells = torch.full((len(pages), self.page_size), value, dtype=torch.int32, device="cpu")
         if first is not None:
-            cells = first * self.page_size + torch.arange(self.page_size, dtype=torch.int32)
+            cells = first * self.page_size + _rows_of(self.page_size)
         rows = self._maps[window].view(-1, self.page_size)
         rows[index.to(self.device)] = cells.to(self.device)
+
+
+def _rows_of(page: int) -> torch.Tensor:
+    """int32 on the host: the rows of one page."""
+    return torch.arange(page, dtype=torch.int32, device="cpu")
 
 
 def _window(spec: AttentionSpec) -> int | None:
