@@ -206,3 +206,13 @@ def test_vectors_of_another_length_are_refused(uploader: Uploader) -> None:
     with pytest.raises(BatchError, match="isn't as long"):
         uploader.send_again(layout(torch.zeros(96, dtype=torch.uint8)), (a, torch.arange(7), c))
     assert b.shape == (5,)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_buffer_is_written_to_inside_of_inference_mode_and_outside(uploader: Uploader, first: bool) -> None:
+    for step in range(3):
+        with torch.inference_mode(first is (step % 2 == 0)):
+            assert sent(uploader, step).tolist() == [step] * 16
+        staging = uploader._ring[uploader._next]
+        assert staging is not None
+        staging.used = 0  # the same view again

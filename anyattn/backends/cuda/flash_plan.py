@@ -249,7 +249,8 @@ class FlashPlanner:
         if held is None or held.shape[0] < size:
             # Up to four vectors with an entry a request, each rounded up to 4, and a counter.
             room = max(size, 4 * (self.config.limits.max_requests + 4) + 4)
-            held = self._held[group] = torch.zeros(room, dtype=fresh.dtype, device=fresh.device)
+            with torch.inference_mode(False):  # written to inside of it and outside
+                held = self._held[group] = torch.zeros(room, dtype=fresh.dtype, device=fresh.device)
         held[size:].zero_()
         return held[:size].copy_(fresh)
 

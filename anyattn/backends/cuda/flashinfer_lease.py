@@ -63,7 +63,10 @@ class Wrappers:
     def take(self, kind: WrapperKind, slot: int) -> Any:
         """A wrapper that no living plan uses; the last one that the same slot had, where there is one."""
         free = self._free.get((kind, slot))
-        return free.pop() if free else self._make(kind, {})
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # some plans write to tensors of the wrapper's own
+            return self._make(kind, {})
 
     def give_back(self, taken: list[tuple[WrapperKind, int, Any]]) -> None:
         """Lent wrappers, once their plan is gone. What still reads one's work lists is ahead of its next
@@ -77,11 +80,12 @@ class Wrappers:
 
         Graphs of one slot share an int workspace: each replay plans first, on the same stream.
         """
-        wrapper = self._make(kind, _graph_buffers(kind, plan, table))
         ints = self._int_workspaces.get((kind, slot))
-        if ints is None:
-            ints = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._workspace.device)
-            self._int_workspaces[kind, slot] = ints
+        with torch.inference_mode(False):
+            wrapper = self._make(kind, _graph_buffers(kind, plan, table))
+            if ints is None:
+                ints = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._workspace.device)
+                self._int_workspaces[kind, slot] = ints
         wrapper.reset_workspace_buffer(self._workspace, ints)
         return wrapper
 

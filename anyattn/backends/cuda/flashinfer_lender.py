@@ -51,6 +51,10 @@ class Lender:
 
     def plan(self, owner: object, call: Callable[[Any], None]) -> Any:
         """A wrapper planned by `call(wrapper)`, which is `owner`'s while that is alive."""
-        slot = self._free.popleft() if self._free else Slot.of(self._make(), self._device)
+        if self._free:
+            slot = self._free.popleft()
+        else:
+            with torch.inference_mode(False):  # some plans write to tensors of the wrapper's own
+                slot = Slot.of(self._make(), self._device)
         weakref.finalize(owner, self._free.append, slot).atexit = False
         return slot.plan(call)

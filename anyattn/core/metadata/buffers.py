@@ -98,7 +98,8 @@ class StepBuffers:
         for name, dtype in _ORDER.items():
             self._offsets[name] = total
             total += _aligned(self._capacity.get(name, self._per_request) * dtype.itemsize)
-        self._slab = torch.zeros(total, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # written to inside of it and outside
+            self._slab = torch.zeros(total, dtype=torch.uint8, device=device)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of `shape` at the name's address. Raises `BatchError` beyond the limits."""
@@ -111,7 +112,8 @@ class StepBuffers:
         capacity = self._check(name, size)
         memory = self._memory.get(name)
         if memory is None:
-            memory = torch.zeros(capacity, dtype=dtype, device=self._device)
+            with torch.inference_mode(False):
+                memory = torch.zeros(capacity, dtype=dtype, device=self._device)
             self._memory[name] = memory
         return self._keep((name, shape), memory[:size].view(shape))
 
@@ -130,7 +132,8 @@ class StepBuffers:
         if view is None:
             self._check(name, length)
             at, dtype = self._offsets[name], _ORDER[name]
-            view = self._slab[at : at + length * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # a view of another dtype is of its mode
+                view = self._slab[at : at + length * dtype.itemsize].view(dtype)
             self._keep((name, (length,)), view)
         return view
 

@@ -71,7 +71,8 @@ class _Staging:
         if found is None:
             if len(self.views) >= _KEPT:
                 self.views.clear()
-            found = self.memory[offset : offset + length * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # written to inside of it and outside
+                found = self.memory[offset : offset + length * dtype.itemsize].view(dtype)
             self.views[key] = found
         return found
 
@@ -97,7 +98,8 @@ class UploadLayout:
         """Views of a region that the host writes to itself."""
         if region.is_cpu:
             parts = ((p, region[p.at : p.at + p.length * p.dtype.itemsize]) for p in self.places)
-            self.in_place = [part.view(place.dtype) for place, part in parts]
+            with torch.inference_mode(region.is_inference()):  # a view of another dtype is of its mode
+                self.in_place = [part.view(place.dtype) for place, part in parts]
 
     def parts(self, vectors: tuple[torch.Tensor, ...]) -> list[Part]:
         """Of one copy. Raises `BatchError` for a vector of another length."""
@@ -254,7 +256,9 @@ class Uploader:
             if not is_capturing(self.device):
                 sweep()
             with torch.inference_mode(False):  # written to inside of it and outside
-                memory = torch.empty(max(nbytes, self._capacity), dtype=torch.uint8, pin_memory=True)
+                memory = torch.empty(
+                    max(nbytes, self._capacity), dtype=torch.uint8, device="cpu", pin_memory=True
+                )
             slot = self._ring[self._next] = _Staging(memory, self._events.new_event())
         return slot
 
