@@ -29,6 +29,10 @@ Build = Callable[[], anyattn.ForwardBatch]
 ForwardBatch = anyattn.ForwardBatch
 
 
+def _lens_elsewhere() -> anyattn.Exact:
+    return anyattn.Exact(torch.tensor([6], device="meta"), torch.tensor([3], device="meta"))
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -59,6 +63,18 @@ ForwardBatch = anyattn.ForwardBatch
             ("host_lens",),
         ),
         (lambda: extend(host_lens=anyattn.UpperBound(max_seq_len=5, max_extend_len=3)), ("host_lens",)),
+        (lambda: extend(host_lens=anyattn.Exact([6], [3])), ("list", "torch.tensor")),  # type: ignore[arg-type]
+        (lambda: extend(host_lens=_lens_elsewhere()), ("meta", "on the CPU")),
+        (lambda: extend(host_lens="copied"), ("'copied'", "UpperBound")),
+        (lambda: extend(host_lens=[6]), ("[6]", "UpperBound")),
+        (lambda: extend(prefix_lens=torch.tensor([3 + 1j])), ("prefix_lens", "complex64")),
+        (lambda: extend(prefix_lens=[2**63 - 1]), ("prefix_lens + extend_lens",)),
+        (lambda: extend(num_padding_requests=None), ("num_padding_requests", "None")),
+        (lambda: extend(num_padding_tokens="1"), ("num_padding_tokens", "'1'")),
+        (lambda: extend(num_padding_requests=0.5), ("num_padding_requests", "0.5")),
+        (lambda: extend(mode="decode"), ("mode", "'decode'", "ForwardMode.DECODE")),
+        (lambda: extend(mode=anyattn.ForwardMode.DECODE), ("one new token", "[3]")),
+        (lambda: extend(mask=torch.ones(3, 6, dtype=torch.bool)), ("Tensor", "from_matrices")),
     ],
 )
 def test_sizes_that_disagree(build: Build, words: tuple[str, ...]) -> None:

@@ -123,6 +123,13 @@ class ForwardBatch:
         Raises:
             BatchError: no request, sizes that disagree, negative lengths.
         """
+        if mask is not None and not isinstance(mask, (ExplicitMask, VerifyMask)):
+            raise BatchError(
+                "the mask of a batch",
+                asked=type(mask).__name__,
+                allowed="ExplicitMask, VerifyMask or None",
+                hint="ExplicitMask.from_matrices with one [extend_len, seq_len] matrix per request",
+            )
         whole, fields = batch_fields(
             req_pool_indices, prefix_lens, extend_lens, out_cache_loc, mode=mode, positions=positions,
             encoder_lens=encoder_lens, encoder_out_cache_loc=encoder_out_cache_loc, host_lens=host_lens,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anyattn.core.forward_mode import ForwardMode
 from anyattn.errors import BatchError
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "as_index",
     "check_decode_rows",
     "check_lengths",
+    "check_mode",
     "check_padding",
     "check_rows",
     "side_by_side",
@@ -31,8 +33,9 @@ def as_index(values: IntLike, name: str) -> torch.Tensor:
     """
     allowed = "a 1-D integer tensor, or a list of integers"
     if isinstance(values, torch.Tensor):
-        if values.dtype.is_floating_point or values.dtype is torch.bool or values.dim() != 1:
-            given = f"{values.dtype} of rank {values.dim()}"
+        dtype = values.dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or values.dim() != 1:
+            given = f"{dtype} of rank {values.dim()}"
             raise BatchError(
                 f"{name} holds integers", asked=given, allowed=allowed, hint=f"convert {name} before"
             )
@@ -77,10 +80,11 @@ def check_padding(num_requests: int, num_tokens: int, batch_size: int) -> None:
         ("num_padding_requests", num_requests, batch_size),
         ("num_padding_tokens", num_tokens, None),
     ):
-        if value < 0 or (most is not None and value > most):
+        whole = type(value) is int or hasattr(value, "__index__")
+        if not whole or value < 0 or (most is not None and value > most):
             raise BatchError(
                 name,
-                asked=value,
+                asked=value if whole else repr(value),
                 allowed=">= 0" if most is None else f"0..{most}",
                 hint="padded rows are counted in the batch and stand at its end",
             )
@@ -106,6 +110,28 @@ def check_decode_rows(ext: torch.Tensor, num_decode: int) -> None:
             asked=ext.tolist(),
             allowed=f"the last {num_decode} equal to 1",
             hint="put prefill chunks first, or lower num_decode",
+        )
+
+
+def check_mode(mode: ForwardMode, ext: torch.Tensor) -> None:
+    """A mode, and where it is DECODE one new token a request, as far as the host can see.
+
+    Raises:
+        BatchError: another object, or other lengths.
+    """
+    if not isinstance(mode, ForwardMode):
+        raise BatchError(
+            "mode of a batch",
+            asked=repr(mode),
+            allowed=", ".join(f"ForwardMode.{each.name}" for each in ForwardMode),
+            hint="ForwardMode(name) makes one of a name",
+        )
+    if mode is ForwardMode.DECODE and ext.is_cpu and bool((ext != 1).any()):
+        raise BatchError(
+            "decode runs one new token a request",
+            asked=ext.tolist(),
+            allowed="extend_lens of 1",
+            hint="ForwardBatch.extend without a mode, or mixed",
         )
 
 

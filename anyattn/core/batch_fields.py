@@ -10,6 +10,7 @@ from anyattn.core.batch_checks import (
     IntLike,
     as_index,
     check_lengths,
+    check_mode,
     check_padding,
     check_rows,
     side_by_side,
@@ -54,6 +55,8 @@ def batch_fields(
         check_rows(value, name, batch_size, "request")
         if seq is None:
             check_lengths(value, name)
+    if seq is None:
+        check_mode(mode, ext)
     check_padding(num_padding_requests, num_padding_tokens, batch_size)
     on_host = ext.device.type == "cpu"
     if loc is None and not on_host:
@@ -79,7 +82,9 @@ def batch_fields(
         padded = ext[batch_size - num_padding_requests :]
         counted = on_host and seq is None
         num_padding_tokens += int(padded.sum()) if counted else num_padding_requests
-    seq = prefix + ext if seq is None else seq
+    if seq is None:
+        seq = prefix + ext
+        check_lengths(seq, "prefix_lens + extend_lens")  # of numbers that no int64 holds
     pos = None if positions is None else as_index(positions, "positions")
     if pos is not None:
         check_rows(pos, "positions", tokens, "token")

@@ -48,7 +48,7 @@ def resolve_host_lengths(
     """Exact where `seq` and `ext` are on the CPU already; a device copy only on explicit request.
 
     Raises:
-        BatchError: `given` contradicts lengths that the host can see, or has another batch size.
+        BatchError: `given` contradicts lengths that the host can see, has another batch size, or is none.
     """
     on_host = seq.device.type == "cpu" and ext.device.type == "cpu"
     if given is None or given == "copy":
@@ -56,6 +56,13 @@ def resolve_host_lengths(
         return Exact(seq.cpu(), ext.cpu()) if wanted else None
     if isinstance(given, Exact):
         _check_exact(given, seq, ext, on_host)
+    elif not isinstance(given, UpperBound):
+        raise BatchError(
+            "host_lens says what the host knows of the lengths",
+            asked=repr(given),
+            allowed='Exact(…), UpperBound(…), "copy" or None',
+            hint="leave host_lens out: lengths on the CPU are exact",
+        )
     elif on_host and seq.numel():
         longest = int(seq.max()), int(ext.max())
         if longest[0] > given.max_seq_len or longest[1] > given.max_extend_len:
@@ -69,6 +76,15 @@ def resolve_host_lengths(
 
 
 def _check_exact(given: Exact, seq: torch.Tensor, ext: torch.Tensor, on_host: bool) -> None:
+    for values in (given.seq_lens, given.extend_lens):
+        if not (isinstance(values, torch.Tensor) and values.is_cpu):
+            where = values.device if isinstance(values, torch.Tensor) else type(values).__name__
+            raise BatchError(
+                "host_lens=Exact(…) holds tensors on the host",
+                asked=str(where),
+                allowed="integer tensors [B] on the CPU",
+                hint="torch.tensor(lengths), or values.cpu() where the step may wait for the device",
+            )
     same = given.seq_lens.shape == seq.shape and given.extend_lens.shape == ext.shape
     if same and on_host:
         same = torch.equal(given.seq_lens, seq) and torch.equal(given.extend_lens, ext)

@@ -84,3 +84,10 @@ def test_rows_of_the_table() -> None:
         for outside in (-1, 8, 1 << 40, -(1 << 40)):
             assert not rows.inside(torch.tensor([*inside, outside]))
     assert all(rows.inside(torch.zeros(count, dtype=torch.int64)) for count in range(600))
+
+
+def test_a_right_list_is_not_refused_for_what_another_thread_noted(made: Callable[[int], SlotCheck]) -> None:
+    check = made(TOTAL)
+    check.check("loc", torch.tensor([9, 10]))
+    check._notes[1] = 1  # a list with a slot of the sink is about to be refused elsewhere
+    check.check("loc", torch.tensor([9, 11]))
