@@ -138,9 +138,9 @@ MUTANTS = (
     Mutant(
         name="flashinfer: a wrapper lent to two living plans",
         where=f"{_LEASE}:Wrappers.take",
-        old="return free.pop() if free else self._make(kind, {})",
-        new="self._free.setdefault((kind, slot), free or [self._make(kind, {})])\n"
-        "    return self._free[kind, slot][0]",
+        old="if free:\n        return free.pop()\n",
+        new="if not free:\n        free = self._free[kind, slot] = [self._make(kind, {})]\n"
+        "    return free[0]\n",
         names=("several-plans", "layers"),
     ),
     Mutant(
