@@ -52,7 +52,8 @@ class ForwardBatch:
         kv_stored: this step's KV is in the pool already, and layers are called without k and v.
         ids: what `out_cache_loc` holds (given as `VirtualIds`: virtual ones).
         captured_mode, logical_mode: mode of the graph, mode before a relabelling; default `forward_mode`.
-        serial: identity of this batch; a plan remembers it.
+        serial: identity of this batch, never another's: copies with other fields have their own. A plan
+            remembers it.
     """
 
     forward_mode: ForwardMode
@@ -74,7 +75,7 @@ class ForwardBatch:
     captured_mode: ForwardMode | None = None
     logical_mode: ForwardMode | None = None
     ids: IdKind = IdKind.PHYSICAL
-    serial: int = field(default_factory=lambda: next(_serials))
+    serial: int = field(init=False, default_factory=lambda: next(_serials))
     whole: Any = field(init=False, repr=False, default=None)
     """A decode step's vectors one behind the other, in the order of the fields, as numpy has them: the fields
     are views of it. None: they are tensors of their own.

@@ -145,18 +145,25 @@ def side_by_side(
     loc: torch.Tensor | None,
     pos: torch.Tensor | None,
 ) -> tuple[Any, Vectors]:
-    """The vectors as views of one, and that one as numpy has it: it is looked at and uploaded in one piece.
+    """Copies of what is on the host: views of one vector, and that one as numpy has it, to be looked at and
+    uploaded in one piece.
 
-    None and the vectors as they are, where they aren't all on the host, or there is no numpy.
+    None and copies one by one, where not all are on the host; None where there is no numpy.
     """
     given = [x for x in (req, seq, ext, loc, pos) if x is not None]
     if not all(type(x) is torch.Tensor and x.is_cpu for x in given):
-        return None, (req, seq, ext, loc, pos)
+        own = [None if x is None else _own(x) for x in (loc, pos)]
+        return None, (_own(req), _own(seq), _own(ext), own[0], own[1])
     whole = torch.cat(given)
     try:
         wide = whole.numpy()
     except (RuntimeError, TypeError):
-        return None, (req, seq, ext, loc, pos)
+        wide = None
     req, seq, ext, *rest = torch.split_with_sizes(whole, [x.shape[0] for x in given])
     found = iter(rest)
     return wide, (req, seq, ext, None if loc is None else next(found), None if pos is None else next(found))
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    """A copy of what is on the host, where its owner may write to it at any time."""
+    return values.clone() if values.is_cpu else values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -136,6 +137,36 @@ def test_a_decode_batch_lies_side_by_side(steps: Steps) -> None:
     made.seq_lens[1] = CONTEXT + 1
     assert made.whole[3] == CONTEXT + 1, "the same memory"
     assert steps.compiler._packed(made) is None, "what is uploaded is what was looked at"
+
+
+@pytest.mark.parametrize("missing", ["a device", "numpy"])
+def test_a_decode_batch_that_is_not_looked_at_as_one_is_a_copy(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, lens, positions = torch.tensor([3, 1]), torch.tensor([5, 9]), torch.tensor([4, 8])
+    loc = torch.tensor([9, 8], device="meta" if missing == "a device" else "cpu")
+    if missing == "numpy":
+        monkeypatch.setattr(torch.Tensor, "numpy", _no_numpy)
+    made = ForwardBatch.decode(rows, lens, loc, positions=positions)
+    assert made.whole is None
+    for given in (rows, lens, positions, loc):
+        given.fill_(7)
+    found = (made.req_pool_indices, made.seq_lens, made.positions)
+    assert [x is not None and x.tolist() for x in found] == [[3, 1], [5, 9], [4, 8]]
+    assert made.out_cache_loc is not None
+    assert made.out_cache_loc.is_meta or made.out_cache_loc.tolist() == [9, 8]
+
+
+def _no_numpy(tensor: torch.Tensor) -> None:
+    raise RuntimeError("Numpy is not available")
+
+
+def test_a_copy_with_other_fields_is_another_batch(steps: Steps) -> None:
+    made = steps.batch(5, 9)
+    other = dataclasses.replace(made, seq_lens=torch.tensor([6, 9]), host_lens=None)
+    assert other.serial != made.serial
+    assert other.whole is None
+    assert steps.plan(other).key.serial == other.serial
 
 
 @pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc"])

@@ -5,8 +5,6 @@ Attention itself runs eagerly on a plan of its own, so these plans have no table
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from anyattn.core.batch import ForwardBatch
 from anyattn.core.groups import GroupSet
 from anyattn.core.kv.pools.base import KVPool
@@ -45,4 +43,4 @@ class SegmentMetadata:
 
 def _without_positions(batch: ForwardBatch) -> ForwardBatch:
     """Whether a step brings positions differs between steps; where they lie may not."""
-    return batch if batch.positions is None else replace(batch, positions=None)
+    return batch if batch.positions is None else batch.view(positions=None)
