@@ -118,6 +118,22 @@ def test_full_checks_read_the_table(engine: Engine) -> None:
         engine.plan(extend(out_cache_loc=[7, 8, 10]))
 
 
+def test_full_checks_read_the_lengths(engine: Engine) -> None:
+    """Of a batch that was written to after it was planned once, and behind a bound that doesn't hold."""
+    batch = ForwardBatch.decode([1], [4], [7])
+    engine.plan(batch)
+    batch.seq_lens.fill_(9)
+    assert batch.out_cache_loc is not None
+    batch.out_cache_loc.fill_(12)
+    with refused(errors.BatchError, "seq_lens", "9", "<= 4"):
+        engine.plan(batch)
+    loose = ForwardBatch.decode([1], [9], [12]).view(host_lens=anyattn.UpperBound(max_seq_len=8))
+    compiler = engine.backend.compiler
+    plan = compiler.prepare(loose)
+    with refused(errors.BatchError, "seq_lens", "9", "<= 8"):
+        compiler.check(plan)
+
+
 def test_lengths_that_the_host_does_not_have(engine: Engine) -> None:
     bound = anyattn.UpperBound(max_seq_len=8, max_extend_len=4)
     with refused(errors.HostLengthError, "torch_native", "UpperBound", "Exact", 'host_lens="copy"'):

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
     ),
     "the bound of the lengths": (
         f"{_COMPILER}.renew", "plan.max_kv_len = ", "_ = ",
-        promises.test_steps_of_one_shape_share_a_plan,
+        unread(promises.test_steps_of_one_shape_share_a_plan),
     ),
     "the values of a later batch": (
         f"{_COMPILER}._send", "self.uploader.send_again(layout, pack.views, pack.wide)", "pass",

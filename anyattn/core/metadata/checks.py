@@ -162,11 +162,12 @@ def _given(value: object) -> str:
 
 
 def check_values(plan: Plan, table: RequestTable, page_size: int, total_slots: int) -> None:
-    """Reads device values (checks=full): every live table cell is a real slot, new tokens are in the table.
+    """Reads device values (checks=full): lengths are within the bound that tables have room for, every live
+    table cell is a real slot, new tokens are in the table.
 
     Raises:
-        BatchError: a request whose row lists page 0 or slots beyond the pool; `out_cache_loc` that
-            disagrees with the table.
+        BatchError: a length beyond the bound; a request whose row lists page 0 or slots beyond the pool;
+            `out_cache_loc` that disagrees with the table.
     """
     batch = plan.batch
     real = batch.batch_size - batch.num_padding_requests
@@ -175,6 +176,13 @@ def check_values(plan: Plan, table: RequestTable, page_size: int, total_slots: i
     rows = plan.req_pool_indices[:real].cpu()
     source = table.req_to_token[plan.req_pool_indices[:real]].cpu().long()
     seq, prefix = plan.seq_lens[:real].cpu(), plan.prefix_lens[:real].cpu()
+    if int(seq.max()) > plan.max_kv_len:
+        raise BatchError(
+            "seq_lens beyond what host_lens said when the step was planned",
+            asked=int(seq.max()),
+            allowed=f"<= {plan.max_kv_len}",
+            hint="give an UpperBound that holds, and build a batch anew in place of writing to its tensors",
+        )
     window = _common_window(plan)
     column = torch.arange(source.shape[1], device="cpu")[None, :]
     first = torch.zeros_like(prefix) if window is None else (prefix - window + 1).clamp_min(0)
