@@ -19,7 +19,15 @@ from anyattn.testing.checks import Outcome, Skip, Subject, gathered
 from anyattn.testing.judge import Report, judge, run_step
 from anyattn.testing.world import World
 
-__all__ = ["host_lengths", "idle", "no_host_sync", "poisoned_padding", "shared_reads", "stale_lengths"]
+__all__ = [
+    "host_lengths",
+    "idle",
+    "no_host_sync",
+    "poisoned_padding",
+    "shared_reads",
+    "stale_lengths",
+    "with_lse",
+]
 
 _FAR = 1 << 20
 
@@ -156,11 +164,17 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
+def with_lse(subject: Subject, case: Case) -> Case:
+    """The case with an LSE, where the backend declares one for it."""
+    asked = dataclasses.replace(case, return_lse=True)
+    return case if subject.declared.refusal(asked) else asked
+
+
 def no_host_sync(subject: Subject, case: Case) -> Outcome:
     """Planning and running wait for nothing on the device, where less than exact host lengths is declared."""
     if torch.device(subject.device).type != "cuda":
         raise Skip("only an accelerator has anything to wait for")
-    case = dataclasses.replace(case, device_ints=True, return_lse=True)
+    case = with_lse(subject, dataclasses.replace(case, device_ints=True))
     world = subject.world(case)
     step = build_step(world)
     if world.backend.traits(step.batch.forward_mode).host_lengths is HostLengthNeed.EXACT:

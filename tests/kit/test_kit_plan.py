@@ -10,7 +10,8 @@ from anyattn.core.capabilities import Feature, Phase
 from anyattn.errors import ConfigError, SelectionError
 from anyattn.testing.axes import FULL, QUICK, axes_of, case_of, feasible_for
 from anyattn.testing.cases import Case, parse_case
-from anyattn.testing.checks import CHECKS
+from anyattn.testing.checks import CHECKS, Subject
+from anyattn.testing.checks_promises import with_lse
 from anyattn.testing.declared import Declared, declared
 from anyattn.testing.explain import blamed, simpler
 from anyattn.testing.kit import Result, Summary, reproduction, run_item, run_items
@@ -157,3 +158,15 @@ def test_the_table_keeps_other_sections() -> None:
     assert "2.0e-06" not in again
     assert "3.0e-06" in again
     assert "1.0e-07" in again
+
+
+@pytest.mark.parametrize(("backend", "has"), [("trtllm_mha", False), ("fa3", True)])
+def test_an_lse_is_asked_of_those_that_declare_one(backend: str, has: bool) -> None:
+    """XQA has none on SM90, and its list ended with a refusal there."""
+    space = declared(backend, "cpu", "cuda:sm90")
+    case = Case(
+        mode="decode", prefix_lens=(6, 0), extend_lens=(1, 1), page_size=16, num_q_heads=4, num_kv_heads=2,
+        head_dim=64, v_head_dim=64, dtype="bfloat16", kv_dtype="bfloat16", return_lse=False,
+    )  # fmt: skip
+    assert space.refusal(case) is None
+    assert with_lse(Subject(space, "cpu", "cuda:sm90"), case).return_lse is has
