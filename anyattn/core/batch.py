@@ -35,7 +35,11 @@ class ForwardBatch:
     """One step. Build it with `extend`, `decode`, `mixed`, `verify` or `idle`.
 
     Integer fields may be lists (they stay on the host, exact, and are uploaded once by the compiler)
-    or tensors on the CPU or the device; `decode` copies those on the CPU. B requests, T query tokens.
+    or tensors: those on the CPU are copied, in `host_lens`, too; those on the device and masks stay the
+    caller's and are read when the batch is planned. B requests, T query tokens.
+
+    To write to a batch's own tensors is an error that only full checks find: what the host concluded from
+    them (the longest request, and so the width of tables) may be kept. Make another batch.
 
     Attributes:
         req_pool_indices: int64 `[B]`, rows of `RequestTable.req_to_token`.
@@ -77,8 +81,8 @@ class ForwardBatch:
     ids: IdKind = IdKind.PHYSICAL
     serial: int = field(init=False, default_factory=lambda: next(_serials))
     whole: Any = field(init=False, repr=False, default=None)
-    """A decode step's vectors one behind the other, in the order of the fields, as numpy has them: the fields
-    are views of it. None: they are tensors of their own.
+    """Vectors on the host (those of encoders left out) one behind the other, in the order of the fields, as
+    numpy has them: the fields are views of it. None: they are tensors of their own.
     """
 
     @property

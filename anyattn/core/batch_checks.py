@@ -19,6 +19,7 @@ __all__ = [
     "check_mode",
     "check_padding",
     "check_rows",
+    "own",
     "side_by_side",
 ]
 
@@ -152,18 +153,18 @@ def side_by_side(
     """
     given = [x for x in (req, seq, ext, loc, pos) if x is not None]
     if not all(type(x) is torch.Tensor and x.is_cpu for x in given):
-        own = [None if x is None else _own(x) for x in (loc, pos)]
-        return None, (_own(req), _own(seq), _own(ext), own[0], own[1])
+        rest = [None if x is None else own(x) for x in (loc, pos)]
+        return None, (own(req), own(seq), own(ext), rest[0], rest[1])
     whole = torch.cat(given)
     try:
         wide = whole.numpy()
     except (RuntimeError, TypeError):
         wide = None
-    req, seq, ext, *rest = torch.split_with_sizes(whole, [x.shape[0] for x in given])
-    found = iter(rest)
+    req, seq, ext, *others = torch.split_with_sizes(whole, [x.shape[0] for x in given])
+    found = iter(others)
     return wide, (req, seq, ext, None if loc is None else next(found), None if pos is None else next(found))
 
 
-def _own(values: torch.Tensor) -> torch.Tensor:
+def own(values: torch.Tensor) -> torch.Tensor:
     """A copy of what is on the host, where its owner may write to it at any time."""
     return values.clone() if values.is_cpu else values

@@ -13,6 +13,7 @@ from anyattn.core.batch_checks import (
     check_mode,
     check_padding,
     check_rows,
+    own,
     side_by_side,
 )
 from anyattn.core.forward_mode import ForwardMode
@@ -30,7 +31,7 @@ def batch_fields(
     encoder_out_cache_loc: IntLike | None = None, host_lens: HostLengths | Literal["copy"] = None,
     num_padding_requests: int = 0, num_padding_tokens: int = 0,
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
-    """`ForwardBatch.whole` and fields, as `ForwardBatch.extend` takes them.
+    """`ForwardBatch.whole` and fields, as `ForwardBatch.extend` takes them. What is on the host is copied.
 
     `seq`: KV tokens of requests with one new token each; then no prefix is looked at.
 
@@ -95,13 +96,12 @@ def batch_fields(
     enc_loc = (
         None if encoder_out_cache_loc is None else as_index(encoder_out_cache_loc, "encoder_out_cache_loc")
     )
-    whole = None
-    if mode is ForwardMode.DECODE:
-        whole, (req, seq, ext, loc, pos) = side_by_side(req, seq, ext, loc, pos)
+    whole, (req, seq, ext, loc, pos) = side_by_side(req, seq, ext, loc, pos)
     return whole, {
         "forward_mode": mode, "req_pool_indices": req, "seq_lens": seq, "extend_seq_lens": ext,
         "out_cache_loc": loc, "ids": ids, "num_tokens": tokens, "positions": pos,
-        "host_lens": resolve_host_lengths(seq, ext, host_lens), "encoder_lens": enc,
-        "encoder_out_cache_loc": enc_loc, "num_padding_requests": num_padding_requests,
-        "num_padding_tokens": num_padding_tokens,
+        "host_lens": resolve_host_lengths(seq, ext, host_lens),
+        "encoder_lens": None if enc is None else own(enc),
+        "encoder_out_cache_loc": None if enc_loc is None else own(enc_loc),
+        "num_padding_requests": num_padding_requests, "num_padding_tokens": num_padding_tokens,
     }  # fmt: skip

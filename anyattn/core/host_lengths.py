@@ -15,7 +15,7 @@ __all__ = ["Exact", "HostLengths", "UpperBound", "resolve_host_lengths"]
 
 @dataclass(frozen=True)
 class Exact:
-    """Lengths known exactly on the host: int64 CPU tensors `[B]`."""
+    """Lengths known exactly on the host: int64 CPU tensors `[B]`. A batch takes copies."""
 
     seq_lens: torch.Tensor
     extend_lens: torch.Tensor
@@ -47,6 +47,8 @@ def resolve_host_lengths(
 ) -> HostLengths:
     """Exact where `seq` and `ext` are on the CPU already; a device copy only on explicit request.
 
+    Of the batch's own tensors, or copies: what is `given` may be written to later.
+
     Raises:
         BatchError: `given` contradicts lengths that the host can see, has another batch size, or is none.
     """
@@ -56,14 +58,15 @@ def resolve_host_lengths(
         return Exact(seq.cpu(), ext.cpu()) if wanted else None
     if isinstance(given, Exact):
         _check_exact(given, seq, ext, on_host)
-    elif not isinstance(given, UpperBound):
+        return Exact(seq, ext) if on_host else Exact(given.seq_lens.clone(), given.extend_lens.clone())
+    if not isinstance(given, UpperBound):
         raise BatchError(
             "host_lens says what the host knows of the lengths",
             asked=repr(given),
             allowed='Exact(…), UpperBound(…), "copy" or None',
             hint="leave host_lens out: lengths on the CPU are exact",
         )
-    elif on_host and seq.numel():
+    if on_host and seq.numel():
         longest = int(seq.max()), int(ext.max())
         if longest[0] > given.max_seq_len or longest[1] > given.max_extend_len:
             raise BatchError(
