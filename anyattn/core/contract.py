@@ -132,8 +132,9 @@ class AttentionBackend(StepBackend):
 
     def _refresh(self, captured: Plan, batch: ForwardBatch) -> Plan:
         """Before a replay: the batch's values at the captured addresses."""
-        traits = self._check_batch(batch)
-        self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
+        if not self.compiler.refreshed(captured, batch):
+            traits = self._check_batch(batch)
+            self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
         if batch.forward_mode is not ForwardMode.IDLE:
             self.replan(captured)
         return captured

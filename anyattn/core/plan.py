@@ -17,6 +17,7 @@ from anyattn.core.mla import MLAMethod
 from anyattn.core.strategy import Strategy
 
 if TYPE_CHECKING:
+    from anyattn.core.metadata.again import Again
     from anyattn.core.metadata.buffers import StepStorage
     from anyattn.core.metadata.upload import UploadLayout
     from anyattn.core.mla_keys import MLAKeys
@@ -144,7 +145,8 @@ class Plan:
         private: library objects of the backend.
         children: plans of a wrapper's children, in their order (None = not planned this step).
         storage: where its tensors come from; uploaded: where in it the vectors of later batches go; refill:
-            how a filler fills the same tables once more, its own.
+            how a filler fills the same tables once more, its own. again: how later batches with so many
+            padded requests get there (`metadata.again`).
     """
 
     key: PlanKey
@@ -174,6 +176,7 @@ class Plan:
     storage: StepStorage | None = None
     uploaded: UploadLayout | None = None
     refill: Any = None
+    again: dict[int, Again] = field(default_factory=dict)
 
     @property
     def stable(self) -> bool:

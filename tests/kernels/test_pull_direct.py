@@ -27,9 +27,9 @@ def layout(parts: int = 3) -> UploadLayout:
 
 def test_one_kernel_serves_every_layout_of_its_kind(kernel: Kernel) -> None:
     pull, memory, first = Puller(), torch.zeros(512, dtype=torch.uint8), layout()
-    assert pull(first, memory, 0, STREAM)
+    assert pull(first, memory, memory.data_ptr(), STREAM)
     second = layout()
-    assert pull(second, memory, 256, STREAM)
+    assert pull(second, memory, memory.data_ptr() + 256, STREAM)
     assert len(kernel.launches) == 1
     begun = kernel.compiled.calls
     assert [call[3] for call in begun] == [STREAM, STREAM]
@@ -44,9 +44,9 @@ def test_what_is_not_launched_directly_is_left_to_a_copy(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = torch.zeros(512, dtype=torch.uint8)
-    assert not Puller()(layout(parts=6), memory, 0, STREAM)
+    assert not Puller()(layout(parts=6), memory, memory.data_ptr(), STREAM)
     monkeypatch.setattr(launch, "_direct", False)
-    assert not Puller()(layout(), memory, 0, STREAM)
+    assert not Puller()(layout(), memory, memory.data_ptr(), STREAM)
     assert kernel.launches == []
 
 

@@ -112,16 +112,16 @@ def test_two_threads_have_packs_of_their_own(steps: Steps, monkeypatch: pytest.M
     """One has taken its vectors and is looked at when the other takes its own, of the same shape."""
     steps.plan(steps.batch(5, 9))
     first, second = steps.batch(6, 10), steps.batch(7, 11)
-    is_right, others = Pack.is_right, list[Any]()
+    right, others = Pack.right, list[Any]()
 
-    def slowly(pack: Pack) -> bool:
+    def slowly(pack: Pack, wide: Any) -> bool:
         if threading.current_thread() is threading.main_thread() and not others:
             other = threading.Thread(target=lambda: others.append(steps.compiler._packed(second)))
             other.start()
             other.join()
-        return is_right(pack)
+        return right(pack, wide)
 
-    monkeypatch.setattr(Pack, "is_right", slowly)
+    monkeypatch.setattr(Pack, "right", slowly)
     mine = steps.compiler._packed(first)
     assert mine is not None
     assert mine.views[1].tolist() == [6, 10]

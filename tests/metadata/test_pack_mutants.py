@@ -26,14 +26,14 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Steps], None]]] = {
         f"{_PACK}:Packs._new", "self._total - 1", "self._total", wrong("beyond the pool"),
     ),
     "slots that are named twice": (
-        f"{_PACK}:Pack.is_right", "self._noted(self.wide[self._slots])", "True", wrong("twice"),
+        f"{_PACK}:Pack.right", "self._noted(wide[self._slots])", "True", wrong("twice"),
     ),
     "lengths given apart": (
         f"{_PACK}:Packs.taken", "exact.seq_lens is not batch.seq_lens", "False",
         promises.test_lengths_that_the_batch_has_twice_are_checked_apart,
     ),
     "another batch's own memory": (
-        f"{_PACK}:Pack.take", "self.wide, self.views, self._unsigned = self._own", "pass",
+        f"{_PACK}:Pack.take", "self.wide, self.views = self._own", "pass",
         promises.test_a_pack_serves_batches_that_lie_either_way,
     ),
     "another field of a batch": (

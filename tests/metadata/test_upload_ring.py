@@ -150,7 +150,8 @@ def vectors() -> tuple[torch.Tensor, ...]:
 def test_vectors_are_packed_for_a_pull(uploader: Uploader) -> None:
     heard = []
 
-    def pull(asked: UploadLayout, memory: torch.Tensor, offset: int, stream: int) -> bool:
+    def pull(asked: UploadLayout, memory: torch.Tensor, address: int, stream: int) -> bool:
+        offset = address - memory.data_ptr()
         wide = memory[offset : offset + asked.wide_bytes].view(torch.int64)
         heard.append((offset % 16, stream, wide[:3].tolist(), wide[3:8].tolist(), wide[8:12].tolist()))
         return True
@@ -167,7 +168,8 @@ def test_vectors_are_packed_for_a_pull(uploader: Uploader) -> None:
 def test_vectors_that_lie_side_by_side_already(how: str, uploader: Uploader) -> None:
     heard = []
 
-    def pull(asked: UploadLayout, memory: torch.Tensor, offset: int, stream: int) -> bool:
+    def pull(asked: UploadLayout, memory: torch.Tensor, address: int, stream: int) -> bool:
+        offset = address - memory.data_ptr()
         heard.append(memory[offset : offset + asked.wide_bytes].view(torch.int64).tolist())
         return how == "pulled"
 

@@ -10,11 +10,13 @@ encoder_lens       0
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from anyattn.core.batch import Exact, ForwardBatch
+from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, HostLengths
 from anyattn.core.graph.buckets import GraphKey
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import Plan
@@ -29,6 +31,30 @@ class _Field:
     name: str
     per_token: bool
     fill: int
+
+
+class _Whole:
+    """`ForwardBatch.whole` of padded decode steps with the same fields: what they are, as a tensor and as
+    numpy has them, a row a field.
+    """
+
+    def __init__(self, fields: list[_Field], requests: int) -> None:
+        fills = [field.fill for field in fields for _ in range(requests)]
+        vectors = torch.tensor(fills, dtype=torch.int64, device="cpu").view(len(fields), requests)
+        self.views = {field.name: row for field, row in zip(fields, vectors, strict=True)}
+        self.wide = vectors.view(-1).numpy()
+        self.rows = self.wide.reshape(len(fields), requests)
+        self.fills: Any = self.rows[:, :1].copy()
+        self.used = 0
+        """Columns that don't hold the padding."""
+
+    def fill(self, wide: Any, requests: int) -> None:
+        """The vectors of a batch of so many requests, and padding behind them."""
+        rows = self.rows
+        rows[:, :requests] = wide.reshape(-1, requests)
+        if requests < self.used:
+            rows[:, requests : self.used] = self.fills
+        self.used = requests
 
 
 class Padder:
@@ -51,6 +77,7 @@ class Padder:
         self._host = {f.name: self._filled(f) for f in self._fields}
         self._exact = {f.name: self._filled(f) for f in self._fields[1:3]}
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._wholes: dict[tuple[bool, bool], _Whole] = {}
 
     def _filled(self, field: _Field) -> torch.Tensor:
         rows = self.key.num_tokens if field.per_token else self.key.num_requests
@@ -68,6 +95,9 @@ class Padder:
         """
         if batch.batch_size == self.key.num_requests and batch.num_tokens == self.key.num_tokens:
             return batch.view(captured_mode=self.key.mode)
+        plain = batch.forward_mode is ForwardMode.DECODE and batch.num_tokens == batch.batch_size
+        if plain and batch.whole is not None and batch.encoder_lens is None:
+            return self._pad_whole(batch)
         given: dict[str, torch.Tensor] = {}
         for field in self._fields:
             value: torch.Tensor | None = getattr(batch, field.name)
@@ -77,19 +107,35 @@ class Padder:
             given[field.name] = self._grown(target, value, field.fill)
         exact = batch.exact
         if exact is not None:
-            exact = Exact(
-                *(
-                    # Lengths of the host are the batch's own, or mirrors of those on the device.
-                    given[name] if value is getattr(batch, name) else self._grown(mirror, value, field.fill)
-                    for (name, mirror), value, field in zip(
-                        self._exact.items(),
-                        (exact.seq_lens, exact.extend_lens),
-                        self._fields[1:3],
-                        strict=True,
-                    )
-                )
-            )
+            exact = self._lens(batch, exact, given)
         return self._batch(batch, given, exact, self.key.num_requests - batch.batch_size)
+
+    def _pad_whole(self, batch: ForwardBatch) -> ForwardBatch:
+        """A decode step all of whose vectors are on the host: they are grown together."""
+        requests, lens, bucket = batch.req_pool_indices.shape[0], batch.host_lens, self.key.num_requests
+        given = batch.out_cache_loc is not None, batch.positions is not None
+        whole = self._wholes.get(given)
+        if whole is None:
+            fields = [f for f in self._fields if getattr(batch, f.name) is not None]
+            whole = self._wholes[given] = _Whole(fields, bucket)
+        whole.fill(batch.whole, requests)
+        views, added = whole.views, bucket - requests
+        if isinstance(lens, Exact):
+            lens = self._lens(batch, lens, views)
+        made = self._batch(batch, views, lens, added)
+        vars(made)["whole"] = whole.wide  # which the views are of
+        return made
+
+    def _lens(self, batch: ForwardBatch, exact: Exact, given: Mapping[str, torch.Tensor]) -> Exact:
+        """Lengths of the host: the batch's own, or mirrors of those on the device."""
+        values = exact.seq_lens, exact.extend_lens
+        pairs = zip(self._exact.items(), values, self._fields[1:3], strict=True)
+        return Exact(
+            *(
+                given[name] if value is getattr(batch, name) else self._grown(mirror, value, field.fill)
+                for (name, mirror), value, field in pairs
+            )
+        )
 
     def _grown(self, target: torch.Tensor, value: torch.Tensor, fill: int) -> torch.Tensor:
         rows = value.shape[0]
@@ -104,12 +150,12 @@ class Padder:
         return target
 
     def _batch(
-        self, batch: ForwardBatch, given: dict[str, torch.Tensor], exact: Exact | None, added: int
+        self, batch: ForwardBatch, given: Mapping[str, torch.Tensor], lens: HostLengths, added: int
     ) -> ForwardBatch:
         return batch.view(
             **given,
             num_tokens=self.key.num_tokens,
-            host_lens=batch.host_lens if exact is None else exact,
+            host_lens=batch.host_lens if lens is None else lens,
             num_padding_requests=batch.num_padding_requests + added,
             num_padding_tokens=batch.num_padding_tokens + added * self.key.tokens_per_request,
             captured_mode=self.key.mode,

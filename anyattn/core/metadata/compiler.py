@@ -18,6 +18,7 @@ from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.masks import TreeMaskMode
 from anyattn.core.metadata import tables
+from anyattn.core.metadata.again import again_for
 from anyattn.core.metadata.buffers import FreshStorage, StepBuffers, StepStorage
 from anyattn.core.metadata.checks import check_host, check_same_shape, check_values
 from anyattn.core.metadata.extent import csr_entries, max_kv_len, max_q_len, table_extent, table_mirrors
@@ -137,11 +138,17 @@ class MetadataCompiler:
         assert plan.storage is not None
         self._upload_again(batch, plan, plan.storage, pack)
         plan.retarget(batch)
+        self._remember(plan, pack)
         if batch.mask is not None:
             prepare_mask(plan, tree_mask, plan.storage, self.device)
         prefix_only = plan.strategy is Strategy.RAGGED_MERGE
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
+
+    def refreshed(self, plan: Plan, batch: ForwardBatch) -> bool:
+        """`refresh`, if `batch` is right for certain and like an earlier one; else nothing is done."""
+        again = plan.again.get(batch.num_padding_requests)
+        return again is not None and again(plan, batch)
 
     def renew(self, plan: Plan, batch: ForwardBatch) -> None:
         """`refresh` for a plan of an eager step that `fits`: its bounds become the batch's, too.
@@ -149,16 +156,18 @@ class MetadataCompiler:
         Raises:
             BatchError: as `prepare`.
         """
-        layout, pack = plan.uploaded, self._packed(batch)
-        assert layout is not None
-        if pack is None:
-            self._check_host(batch)
-            self.uploader.send_again(layout, layout.read(batch))
-        else:
-            self._send(layout, pack)
-        plan.retarget(batch)
-        for group, table in plan.tables.items():
-            table.remirror(table_mirrors(batch, group, table.form, self.table))
+        if not self.refreshed(plan, batch):
+            layout, pack = plan.uploaded, self._packed(batch)
+            assert layout is not None
+            if pack is None:
+                self._check_host(batch)
+                self.uploader.send_again(layout, layout.read(batch))
+            else:
+                self._send(layout, pack)
+            plan.retarget(batch)
+            self._remember(plan, pack)
+            for group, table in plan.tables.items():
+                table.remirror(table_mirrors(batch, group, table.form, self.table))
         plan.max_kv_len = max_kv_len(batch, self.table.max_context)
 
     def fit(self, batch: ForwardBatch) -> tuple[object, ...] | None:
@@ -262,6 +271,13 @@ class MetadataCompiler:
                 self._upload(batch, storage)
                 return
         self.uploader.send_again(layout, values)
+
+    def _remember(self, plan: Plan, pack: Pack | None) -> None:
+        """How the plan's batch got there from `pack`."""
+        if pack is not None:
+            made = again_for(plan, pack, self.uploader, check=self.checks != "off")
+            if made is not None:
+                plan.again[plan.batch.num_padding_requests] = made
 
     def _new_table(self, index: int, group: TableGroup, plan: Plan, storage: StepStorage) -> Table:
         form, rows, take = self.form, plan.key.num_requests, storage.take

@@ -14,7 +14,7 @@ from anyattn.core.kv.request_table import RequestTable
 from anyattn.core.plan import HostTable, TableForm, TableKind
 from anyattn.errors import BatchError
 
-__all__ = ["Extent", "csr_entries", "max_kv_len", "max_q_len", "table_extent", "table_mirrors"]
+__all__ = ["Extent", "csr_entries", "max_kv_len", "max_q_len", "mirrored", "table_extent", "table_mirrors"]
 
 _LEAST_ROOM = 64  # entries
 
@@ -114,7 +114,7 @@ def table_mirrors(
                 hint="pass encoder_lens to the batch and max_encoder to RequestTable",
             )
         known = lens.is_cpu
-    return partial(_mirrors, batch, group, form.kernel_page, prefix_only) if known else None
+    return partial(mirrored, batch, group, form.kernel_page, prefix_only) if known else None
 
 
 def _listed(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool) -> torch.Tensor:
@@ -128,7 +128,8 @@ def _listed(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool
     return listed - exact.extend_lens if prefix_only else listed
 
 
-def _mirrors(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool) -> HostTable:
+def mirrored(batch: ForwardBatch, group: TableGroup, page: int, prefix_only: bool = False) -> HostTable:
+    """Offsets and lengths of the group's table, entries of which stand for `page` tokens; they are known."""
     kv_lens = _listed(batch, group, page, prefix_only)
     counts = (kv_lens + (page - 1)) // page
     indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device="cpu")

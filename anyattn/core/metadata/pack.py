@@ -54,9 +54,9 @@ class Pack:
         for name, (count, bound) in most.items():
             bounds[starts[name] : starts[name] + count] = bound
         # As unsigned numbers nothing is above the highest, and what is negative is above every bound.
-        self._unsigned: Any = self.wide.view("uint64")
         self._bounds: Any = bounds.numpy().view("uint64")
-        self._own = self.wide, self.views, self._unsigned
+        self._unsigned = self._bounds.dtype
+        self._own = self.wide, self.views
         self._end = end
         self._inside = b"\1" * end
         at = starts.get("out_cache_loc", 0)
@@ -68,20 +68,19 @@ class Pack:
         wide = batch.whole
         if wide is not None:  # on the host, and as long as the batch's own numbers say
             self.wide, self.views = wide, self._read(batch)
-            self._unsigned = wide.view("uint64")
             return len(wide) == self._end
-        self.wide, self.views, self._unsigned = self._own
+        self.wide, self.views = self._own
         vectors = self._read(batch)
         if list(map(_numel, vectors)) != self.lengths or not all(map(_is_cpu, vectors)):
             return False
         torch.cat(vectors, out=self._whole)
         return True
 
-    def is_right(self) -> bool:
-        """Rows, lengths and slots of what was taken are certainly those of a batch that can run."""
-        if (self._unsigned <= self._bounds).tobytes() != self._inside:
+    def right(self, wide: Any) -> bool:
+        """Rows, lengths and slots of `wide` are certainly those of a batch that can run."""
+        if (wide.view(self._unsigned) <= self._bounds).tobytes() != self._inside:
             return False
-        return self._slots is None or self._noted(self.wide[self._slots])
+        return self._slots is None or self._noted(wide[self._slots])
 
 
 class Packs:
@@ -111,7 +110,7 @@ class Packs:
             batch.num_padding_tokens, batch.out_cache_loc is None, batch.positions is None,
         )  # fmt: skip
         pack = self._kept.pop(key, None) or self._new(key, batch)
-        return pack if pack.take(batch) and (not check or pack.is_right()) else None
+        return pack if pack.take(batch) and (not check or pack.right(pack.wide)) else None
 
     def give_back(self, pack: Pack) -> None:
         """Its vectors aren't needed any more."""

@@ -37,8 +37,8 @@ class Place(NamedTuple):
 
 
 Pull = Callable[["UploadLayout", torch.Tensor, int, int], bool]
-"""`pull(layout, memory, offset, stream)`: start a kernel on the stream that reads int64 vectors, one behind
-the other, at `offset` of pinned `memory` and stores them at the layout's places. False where there is none,
+"""`pull(layout, memory, address, stream)`: start a kernel on the stream that reads int64 vectors, one behind
+the other, at `address` in pinned `memory` and stores them at the layout's places. False where there is none,
 and nothing was done.
 """
 
@@ -83,6 +83,7 @@ class UploadLayout:
     def __init__(self, region: torch.Tensor, fields: Sequence[tuple[str, int, int, torch.dtype]]) -> None:
         """`region` uint8, on the device. `fields`: attribute, byte offset, length, stored dtype of each."""
         self.region, self.nbytes = region, region.shape[0]
+        self.device_index = region.device.index
         self.read: Callable[[object], tuple[torch.Tensor, ...]] = attrgetter(*(name for name, *_ in fields))
         """`read(batch)`: its vectors."""
         self.places = [Place(at, length, dtype) for _, at, length, dtype in fields]
@@ -165,16 +166,18 @@ class Uploader:
         if self._on_cpu:
             torch._foreach_copy_(layout.in_place, vectors)
             return
-        pull = self.pull
-        if pull is not None:
-            pulled = self._pulled(layout, vectors, pull) if wide is None else self._put(layout, wide, pull)
-            if pulled:
-                return
-        self.send(layout.region, layout.parts(vectors))
+        if wide is not None:
+            pulled = self.put(layout, wide)
+        else:
+            pulled = self.pull is not None and self._pulled(layout, vectors, self.pull)
+        if not pulled:
+            self.send(layout.region, layout.parts(vectors))
 
-    def _put(self, layout: UploadLayout, wide: Any, pull: Pull) -> bool:
-        """The device reads `wide`; False where the streams here aren't plain."""
-        nbytes = layout.wide_bytes
+    def put(self, layout: UploadLayout, wide: Any) -> bool:
+        """`send_again` where the device reads `wide` by itself; False: it doesn't, and nothing was done."""
+        nbytes, pull = layout.wide_bytes, self.pull
+        if pull is None or self._on_cpu:
+            return False
         with self._lock:
             staging, stream = self._ring[self._next], self._events.shared()
             if stream is None:
@@ -189,7 +192,7 @@ class Uploader:
                 whole = staging.as_wide()
             # A few hundred integers: torch's copies cost several times as much.
             whole[first >> 3 : (first >> 3) + len(wide)] = wide
-            return pull(layout, staging.memory, first, stream)
+            return pull(layout, staging.memory, staging.address + first, stream)
 
     def _pulled(self, layout: UploadLayout, vectors: tuple[torch.Tensor, ...], pull: Pull) -> bool:
         """The device reads the vectors; False where they, or the streams here, aren't plain."""
@@ -205,7 +208,7 @@ class Uploader:
             begin = staging.address + first
             for at, source, nbytes in parts:
                 ctypes.memmove(begin + at, source, nbytes)  # a third of what torch's copies of so little cost
-            return pull(layout, staging.memory, first, staging.stream)
+            return pull(layout, staging.memory, begin, staging.stream)
 
     def upload(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """int64 vectors on the device, in order; those that live there already are passed through."""

@@ -24,18 +24,18 @@ class Puller:
     def __init__(self) -> None:
         self._started: dict[tuple[int, int], Started] = {}
 
-    def __call__(self, layout: UploadLayout, memory: torch.Tensor, offset: int, stream: int) -> bool:
+    def __call__(self, layout: UploadLayout, memory: torch.Tensor, address: int, stream: int) -> bool:
         """See `anyattn.core.metadata.upload.Pull`."""
         device = direct_device()
-        if device < 0 or layout.region.device.index not in (device, None):
-            return False
         kept = layout.pulled
         if kept is None or kept[0] != device:
+            if device < 0 or layout.device_index not in (device, None):
+                return False
             kept = layout.pulled = self._prepared(layout, memory, device)
         _, run, columns, rows, front, behind = kept
         if run is None:
             return False
-        run(columns, rows, 1, stream, *front, memory.data_ptr() + offset, *behind)
+        run(columns, rows, 1, stream, *front, address, *behind)
         return True
 
     def _prepared(self, layout: UploadLayout, memory: torch.Tensor, device: int) -> tuple[object, ...]:
