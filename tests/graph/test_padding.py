@@ -95,16 +95,21 @@ def test_padding_that_a_batch_has_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("where", "old", "new"),
     [
-        ("rows[:, requests : self.used] = self.fills", "pass"),
-        ("self.used = requests", "pass"),
-        ("rows[:, :requests] = wide.reshape(-1, requests)", "rows[:1, :requests] = wide[:requests]"),
+        ("_Whole.fill", "rows[:, requests : self.used] = self.fills", "pass"),
+        ("_Whole.fill", "self.used = requests", "pass"),
+        (
+            "_Whole.fill",
+            "rows[:, :requests] = wide.reshape(-1, requests)",
+            "rows[:1, :requests] = wide[:requests]",
+        ),
+        ("Padder._grown", "views[1].fill_(fill)", "pass"),
     ],
-    ids=["padding not reset", "what is used not told", "one field alone"],
+    ids=["padding not reset", "what is used not told", "one field alone", "vectors apart not reset"],
 )
-def test_padding_that_overlooks(old: str, new: str) -> None:
-    where = "anyattn.core.graph.padding:_Whole.fill"
+def test_padding_that_overlooks(where: str, old: str, new: str) -> None:
+    where = f"anyattn.core.graph.padding:{where}"
     mutant = Mutant(name="padding", where=where, old=old, new=new, names=())
     with applied(mutant), pytest.raises(AssertionError):
         compare()

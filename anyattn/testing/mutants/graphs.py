@@ -54,8 +54,8 @@ SHARED: tuple[GraphMutant, ...] = (
     GraphMutant(
         name="padding not reset when a batch shrinks",
         check="replays",
-        where=f"{_PADDER}._grown",
-        old="views[1].fill_(fill)",
+        where="anyattn.core.graph.padding:_Whole.fill",
+        old="rows[:, requests : self.used] = self.fills",
         new="pass",
         names=("out_cache_loc of full is not", "req_pool_indices is not"),
     ),
