@@ -48,6 +48,10 @@ from benchmarks.graph_cells import FULL, LIMITS, QUICK, STEPS, Cell, Measured, t
 __all__ = ["Ours", "check_alike", "main", "measure_cell"]
 
 
+_ROW = 4
+"""Calls in a row whose host time is taken."""
+
+
 class Ours:
     """The step through `GraphRunner`, and its bare kernels."""
 
@@ -121,22 +125,22 @@ def _bare_sample(ours: Ours, device: torch.device) -> float:
 
 
 def _host(call: Callable[[int], object], device: torch.device) -> tuple[float, float]:
-    """us until a call returns, medians: of the second and third of three in a row, and of the first, which
-    finds an idle device. No more in a row: staging buffers would be waited for.
+    """us until a call returns, medians: of the third and fourth of four in a row, and of the first, which
+    finds an idle device and cold caches, as the second still does in part. No more in a row: staging buffers
+    would be waited for.
     """
-    first: list[float] = []
-    later: list[float] = []
+    turns = tuple(list[float]() for _ in range(_ROW))
     gc.disable()
     try:
-        for number in range(3 * STEPS):
-            if number % 3 == 0 and device.type == "cuda":
+        for number in range(_ROW * STEPS):
+            if number % _ROW == 0 and device.type == "cuda":
                 torch.cuda.synchronize(device)
             started = time.perf_counter()
             call(number % STEPS)
-            (later if number % 3 else first).append((time.perf_counter() - started) * 1e6)
+            turns[number % _ROW].append((time.perf_counter() - started) * 1e6)
     finally:
         gc.enable()
-    return statistics.median(later), statistics.median(first)
+    return statistics.median(turns[2] + turns[3]), statistics.median(turns[0])
 
 
 def check_alike(ours: Ours, direct: Loop) -> None:
