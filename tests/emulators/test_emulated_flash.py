@@ -61,11 +61,13 @@ def test_faults_are_caught_by_name(mutant: Mutant, chosen: tuple[Subject, tuple[
     assert caught.caught, hunt_text([caught])
 
 
-def test_tokenspeeds_operator_is_called_itself() -> None:
+def test_tokenspeeds_operators_are_called_themselves() -> None:
     from anyattn.backends.cuda.flash_providers import load_flash
     from anyattn.core.facts import LibraryFacts
 
     with emulating("fa3"):
         library = load_flash(LibraryFacts("tokenspeed-fa3", "3.0.0"), 3)
-    assert type(library.paged.call).__name__ == "_Operator"
+    assert type(library.paged.call).__name__ == "ForwardOperator"
+    assert library.schedule is not None
+    assert type(library.schedule.call).__name__ == "SchedulerOperator"
     assert "out" in library.paged.names

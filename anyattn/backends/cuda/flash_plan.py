@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 
 from anyattn.backends.cuda.flash_providers import FlashFunction, FlashLibrary
 from anyattn.backends.cuda.flash_tree import TreeRows
+from anyattn.backends.cuda.repeated import repeated
 from anyattn.core.backend_config import BackendConfig
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import step_kind
+from anyattn.core.capturing import is_capturing
 from anyattn.core.dtypes import is_fp8
 from anyattn.core.groups import PlanGroup
 from anyattn.core.plan import Plan, Table
@@ -30,8 +33,9 @@ class GroupCall:
 
     Attributes:
         function, arguments: what is called, with its keyword arguments. table: None = keys are arguments.
-        schedule: arguments of the build's scheduler, whose result holds for layers of the group's largest
-            head count. scheduled: `arguments` with that result; its tensor keeps its address under graphs.
+        scheduler, schedule: the build's scheduler with its arguments, whose result holds for layers of the
+            group's largest head count. plan: calls it. scheduled: `arguments` with its result, under the name
+            `place`. settled: where results go once a graph has seen one.
         fresh: the same over k and v alone, for layers that pass them in a step without cached keys.
     """
 
@@ -39,12 +43,19 @@ class GroupCall:
     arguments: dict[str, Any]
     table: Table | None
     causal: bool
+    scheduler: FlashFunction | None = None
     schedule: dict[str, Any] | None = None
+    plan: Callable[[], torch.Tensor] | None = field(init=False, default=None)
     scheduled: dict[str, Any] = field(init=False)
+    place: str = field(init=False, default="")
+    settled: torch.Tensor | None = field(init=False, default=None)
     fresh: GroupCall | None = None
 
     def __post_init__(self) -> None:
-        self.scheduled = self.arguments if self.schedule is None else self.arguments.copy()
+        self.scheduled = self.arguments
+        if self.scheduler is not None and self.schedule is not None:
+            self.plan = repeated(self.scheduler.call, self.schedule)
+            self.scheduled, self.place = self.arguments.copy(), self.function.names["metadata"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +69,7 @@ class _DecodeCall:
     arguments: dict[str, Any]
     causal: bool
     places: tuple[tuple[str, int], ...]
+    scheduler: FlashFunction | None
     schedule: dict[str, Any] | None
     schedule_places: tuple[tuple[str, int], ...]
 
@@ -80,7 +92,8 @@ class _DecodeCall:
         if len(given) != len(own) + len(planned):
             return None
         left = None if call.schedule is None else without(schedule)
-        return _DecodeCall(call.function, without(call.arguments), call.causal, own, left, planned)
+        arguments = without(call.arguments)
+        return _DecodeCall(call.function, arguments, call.causal, own, call.scheduler, left, planned)
 
     def over(self, table: Table, offsets: torch.Tensor) -> GroupCall:
         """The call of another step."""
@@ -92,7 +105,7 @@ class _DecodeCall:
             schedule = schedule.copy()
             for name, i in self.schedule_places:
                 schedule[name] = tensors[i]
-        return GroupCall(self.function, arguments, table, self.causal, schedule)
+        return GroupCall(self.function, arguments, table, self.causal, self.scheduler, schedule)
 
 
 @dataclass(eq=False)
@@ -100,13 +113,18 @@ class FlashStep:
     """`Plan.private`: the calls of a step, one for each plan group, in their order.
 
     `rows`: query rows that belong to requests, padded ones included, as far as the host knows; the kernels
-    are given no more. `clear`: rows behind them are written by nobody and must be finite.
+    are given no more. `clear`: rows behind them are written by nobody and must be finite. `planned`: calls
+    that have a schedule, with their numbers.
     """
 
     calls: list[GroupCall]
     rows: int
     clear: bool
     tree: TreeRows | None = None
+    planned: list[tuple[int, GroupCall]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planned = [(i, call) for i, call in enumerate(self.calls) if call.plan is not None]
 
 
 class FlashPlanner:
@@ -123,7 +141,7 @@ class FlashPlanner:
         invariant = config.deterministic is Determinism.BATCH_INVARIANT
         self._may_skip_pool = exact and not (latent or invariant)
         self._key_dtype = config.pool.kv_dtype if is_fp8(config.pool.kv_dtype) else config.dtype
-        self._held: dict[PlanGroup, torch.Tensor] = {}
+        self._held: dict[tuple[int, int], torch.Tensor] = {}
         self._decodes: dict[tuple[int, int, int], _DecodeCall] = {}
 
     def step(self, plan: Plan, *, in_capture: bool) -> FlashStep:
@@ -193,7 +211,7 @@ class FlashPlanner:
         masked = plan.mask_cells is not None and group.table.kind is not AttentionKind.CROSS
         if self.library.schedule is not None and not masked:
             schedule = self._schedule(plan, group, table, common, in_capture)
-            call = GroupCall(function, arguments, table, causal, schedule)
+            call = GroupCall(function, arguments, table, causal, self.library.schedule, schedule)
         if self._is_fresh(plan, group) and not (masked or in_capture):
             call.fresh = self._ragged(plan, common)
         return call
@@ -236,23 +254,31 @@ class FlashPlanner:
 
     def fill(self, step: FlashStep, *, stable: bool) -> None:
         """Device half: the schedules. `stable`: at addresses that graphs may keep."""
-        schedule = self.library.schedule
-        for group, call in zip(self.config.groups.plan_groups, step.calls, strict=True):
-            if call.schedule is not None and schedule is not None:
-                fresh = schedule.call(**call.schedule)
-                settled = self._settled(group, fresh) if stable else fresh
-                call.scheduled[call.function.names["metadata"]] = settled
+        for index, call in step.planned:
+            assert call.plan is not None
+            made = call.plan()
+            call.scheduled[call.place] = self._settled(index, call, made) if stable else made
 
-    def _settled(self, group: PlanGroup, fresh: torch.Tensor) -> torch.Tensor:
-        """`fresh` in memory of fixed address, with nothing of an earlier step behind it."""
-        size, held = fresh.shape[0], self._held.get(group)
-        if held is None or held.shape[0] < size:
-            # Up to four vectors with an entry a request, each rounded up to 4, and a counter.
-            room = max(size, 4 * (self.config.limits.max_requests + 4) + 4)
+    def _settled(self, index: int, call: GroupCall, made: torch.Tensor) -> torch.Tensor:
+        """What was made, at the one address that graphs of this plan read.
+
+        A graph that makes its schedule does so at the same place in every replay, and nothing else uses that
+        place while the plan holds it: then it needs no copy. Outside of captures one is made into memory that
+        steps share, by size: nothing of a larger one can stand behind a smaller.
+        """
+        place = call.settled
+        if place is None and is_capturing(made.device):
+            call.settled = made
+            return made
+        if place is None:
+            place = self._held.get((index, made.shape[0]))
+        if place is None:
             with torch.inference_mode(False):  # written to inside of it and outside
-                held = self._held[group] = torch.zeros(room, dtype=fresh.dtype, device=fresh.device)
-        held[size:].zero_()
-        return held[:size].copy_(fresh)
+                place = self._held[index, made.shape[0]] = torch.empty_like(made)
+        if not place.is_inference():
+            return place.copy_(made)
+        with torch.inference_mode():  # made by a capture in that mode, which forbids to write to it outside
+            return place.copy_(made)
 
 
 def _widest(table: Table) -> int:

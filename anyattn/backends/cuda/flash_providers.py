@@ -225,20 +225,42 @@ def load_flash(provider: LibraryFacts | None, version: int) -> FlashLibrary:
     if operator is not None:
         paged = ragged = operator
     schedule = getattr(module, "get_scheduler_metadata", None) if "metadata" in paged.names else None
-    planned = None if schedule is None else FlashFunction.of(schedule)
+    planned = None if schedule is None else _scheduler(module) or FlashFunction.of(schedule)
     return FlashLibrary(3, paged, ragged, planned, torch.bfloat16)
+
+
+def _overload(module: ModuleType, name: str) -> tuple[Callable[..., Any], list[str]] | None:
+    """An operator of the library `flash_attn_3` that the module has loaded, and names of its arguments."""
+    call = getattr(getattr(getattr(module, "flash_attn_3_gpu", None), name, None), "default", None)
+    schema = getattr(call, "_schema", None)
+    return None if call is None or schema is None else (call, [each.name for each in schema.arguments])
 
 
 def _operator(module: ModuleType) -> FlashFunction | None:
     """`flash_attn_3::fwd` itself where its schema is the one we know: the Python function around it can't
     write into `out`, which would cost every layer a copy."""
-    fwd = getattr(getattr(module, "flash_attn_3_gpu", None), "fwd", None)
-    call = getattr(fwd, "default", None)
-    schema = getattr(call, "_schema", None)
-    if call is None or schema is None:
+    found = _overload(module, "fwd")
+    if found is None:
         return None
-    names = [argument.name for argument in schema.arguments]
+    call, names = found
     function = FlashFunction(call, names, rectangular=True)
     needed = {"table", "cu_q", "cu_k", "max_q", "max_k", "scale", "causal", "window_left", "sinks", "out"}
     knows_k = {"seqused_k", "num_splits", "scheduler_metadata"} <= set(names)
     return function if needed <= function.names.keys() and knows_k else None
+
+
+_SCHEDULED = frozenset(
+    ("batch_size", "max_seqlen_q", "max_seqlen_k", "num_heads", "num_heads_k", "headdim", "headdim_v",
+     "qkv_dtype", "seqused_k", "cu_seqlens_q", "page_size", "is_causal", "window_size_left",
+     "window_size_right", "has_softcap", "num_splits")
+)  # fmt: skip
+"""Arguments of the schedule that we give; all others have defaults."""
+
+
+def _scheduler(module: ModuleType) -> FlashFunction | None:
+    """`flash_attn_3::get_scheduler_metadata` itself where its schema is the one we know: it is called in each
+    step, and the Python function around it looks at nothing that isn't known already."""
+    found = _overload(module, "get_scheduler_metadata")
+    if found is None or not _SCHEDULED.issubset(found[1]):
+        return None
+    return FlashFunction(*found)

@@ -17,6 +17,7 @@ from anyattn.testing.emulators.modules import EmulationError, current_host, modu
 from anyattn.testing.emulators.softmax import check
 
 __all__ = [
+    "TOKENSPEED",
     "contiguous",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
@@ -51,25 +52,8 @@ _CONFIG = {
         "FLASH_ATTENTION_DISABLE_HDIMDIFF192": True,
     }
 }
-_SCHEMA = (
-    "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, "
-    "Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
-    "int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, "
-    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, "
-    "Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, "
-    "int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, float softcap=0.0, "
-    "bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, "
-    "bool? pack_gqa=None, int sm_margin=0, Tensor? sinks=None) "
-    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
-)
-"""Of the operator, as the compiled library of tokenspeed-fa3 registers it."""
-
-_FORWARDED = (
-    "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q",
-    "max_seqlen_k", "page_table", "q_descale", "k_descale", "v_descale", "softcap", "pack_gqa", "sinks",
-)  # fmt: skip
-_TOKENSPEED = Build(softcap=False, unequal=False)
+TOKENSPEED = Build(softcap=False, unequal=False)
+"""What tokenspeed-fa3 was built with."""
 _SGLANG = Build(softcap=True, unequal=True)
 
 
@@ -86,14 +70,17 @@ def refuse_unknown(**given: Any) -> None:
 
 def modules() -> Mapping[str, ModuleType]:
     """Fresh modules: `flash_attn_interface`, `sgl_kernel.flash_attn`, `vllm.vllm_flash_attn`."""
-    from anyattn.testing.emulators import flash_attention_vllm
+    from anyattn.testing.emulators import flash_attention_operators, flash_attention_vllm
 
+    operators = flash_attention_operators
     vllm = {name: getattr(flash_attention_vllm, name) for name in flash_attention_vllm.__all__}
     upstream = {
         "flash_attn_with_kvcache": flash_attn_with_kvcache,
         "flash_attn_varlen_func": flash_attn_varlen_func,
         "get_scheduler_metadata": get_scheduler_metadata,
-        "flash_attn_3_gpu": SimpleNamespace(fwd=_Operator()),
+        "flash_attn_3_gpu": SimpleNamespace(
+            fwd=operators.ForwardOperator(), get_scheduler_metadata=operators.SchedulerOperator()
+        ),
     }
     sglang = {
         "flash_attn_with_kvcache": _sgl_with_kvcache,
@@ -133,39 +120,6 @@ def _result(found: tuple[Tensor, ...], lse: bool) -> Any:
     return found if lse else found[0]
 
 
-class _Operator:
-    """`torch.ops.flash_attn_3.fwd`: arguments by its schema, no wrapper's copies or defaults around it."""
-
-    def __init__(self) -> None:
-        self._schema = torch._C.parse_schema(_SCHEMA)
-        self.default = self
-
-    def __call__(self, *args: Any, **given: Any) -> tuple[Tensor, ...]:
-        names = [argument.name for argument in self._schema.arguments]
-        unknown = sorted(set(given) - set(names))
-        if unknown or len(args) > len(names):
-            raise RuntimeError(f"flash_attn_3::fwd() Unknown keyword argument {unknown}")
-        given |= dict(zip(names, args, strict=False))
-        for name in (
-            "k_new",
-            "cu_seqlens_k_new",
-            "kv_batch_idx",
-            "leftpad_k",
-            "rotary_cos",
-            "attention_chunk",
-        ):
-            refuse_unknown(**{name: given.get(name)})
-        q, qv = given["q"], given.get("q_v")
-        taken = {name: given[name] for name in _FORWARDED if name in given}
-        window = given.get("window_size_left", -1), given.get("window_size_right", -1)
-        call = Forward(
-            softmax_scale=scale_of(given.get("softmax_scale"), q, None), causal=given.get("is_causal", False),
-            window=window, qv=qv, metadata=given.get("scheduler_metadata"),
-            num_splits=given.get("num_splits", 0), **taken,
-        )  # fmt: skip
-        return forward(call, _TOKENSPEED)
-
-
 # --- tokenspeed-fa3 (and the upstream project) ------------------------------------------------------------
 
 
@@ -193,7 +147,7 @@ def flash_attn_with_kvcache(
         softmax_scale=scale_of(softmax_scale, q, qv), causal=causal, window=window_size, softcap=softcap,
         metadata=scheduler_metadata, num_splits=num_splits, pack_gqa=pack_gqa, sinks=sinks,
     )  # fmt: skip
-    return _result(forward(call, _TOKENSPEED), return_softmax_lse)
+    return _result(forward(call, TOKENSPEED), return_softmax_lse)
 
 
 def flash_attn_varlen_func(
@@ -213,7 +167,7 @@ def flash_attn_varlen_func(
         softmax_scale=scale_of(softmax_scale, q, qv), causal=causal, window=window_size, softcap=softcap,
         num_splits=num_splits, pack_gqa=pack_gqa, sinks=sinks,
     )  # fmt: skip
-    return _result(forward(call, _TOKENSPEED)[:2], return_attn_probs)
+    return _result(forward(call, TOKENSPEED)[:2], return_attn_probs)
 
 
 def get_scheduler_metadata(

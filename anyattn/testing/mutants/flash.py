@@ -113,8 +113,8 @@ FA3 = (
     Mutant(
         name="fa3: tile schedule of the first step kept",
         where=f"{_PLAN}:FlashPlanner.fill",
-        old="fresh = schedule.call(**call.schedule)",
-        new="fresh = self.__dict__.setdefault(str(call.causal), schedule.call(**call.schedule))",
+        old="made = call.plan()",
+        new="made = self.__dict__.setdefault(str(call.causal), call.plan())",
         names=("step", "decode", "lengths"),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from flash_stands import (
 )
 
 import anyattn
+from anyattn.core.capturing import marked_as_capturing
 from anyattn.core.traits import SharedReadEnds, TreeMaskMode
 from anyattn.testing.emulators import emulating
 
@@ -100,20 +102,46 @@ def test_one_schedule_a_step_for_the_layers_that_it_was_made_for() -> None:
     assert schedule["num_splits"] == paged.seen[0]["num_splits"] == 0
 
 
-def test_a_schedule_keeps_its_address_and_nothing_of_a_larger_step() -> None:
+def test_a_schedule_keeps_its_address_and_has_nothing_of_a_larger_step_behind_it() -> None:
     with emulating("fa3", TOKENSPEED):
         backend = backend_of("fa3", TOKENSPEED, [spec()])
         backend.init_cuda_graph_state(backend.config.limits)
         found = []
-        for count in (8, 3):
+        for count in (8, 3, 8, 3):
             plan = backend.init_forward_metadata_out_graph(decode(count), in_capture=True)
             backend.init_forward_metadata_in_graph(plan)
-            found.append(plan.private.calls[0].scheduled["scheduler_metadata"])
-        (held,) = backend.planner._held.values()
-    large, small = found
-    assert large.data_ptr() == small.data_ptr() == held.data_ptr()
-    assert small.shape[0] < large.shape[0]
-    assert not held[small.shape[0] :].any()
+            found.append(_scheduled(plan))
+    large, small, *again = found
+    assert [each.data_ptr() for each in again] == [large.data_ptr(), small.data_ptr()]
+    assert small.untyped_storage().nbytes() == small.nbytes < large.nbytes
+
+
+def _scheduled(plan: Any) -> torch.Tensor:
+    found = plan.private.calls[0].scheduled["scheduler_metadata"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_graph_reads_the_schedule_where_it_made_it_and_so_does_what_follows(inference: bool) -> None:
+    with emulating("fa3", TOKENSPEED):
+        backend = backend_of("fa3", TOKENSPEED, [spec()])
+        backend.init_cuda_graph_state(backend.config.limits)
+        plan = backend.init_forward_metadata_out_graph(decode(3), in_capture=True)
+        backend.init_forward_metadata_in_graph(plan)  # as before captures, to warm up
+        warm = _scheduled(plan)
+        with torch.inference_mode(inference), marked_as_capturing():
+            backend.init_forward_metadata_in_graph(plan)
+        made = _scheduled(plan)
+        assert made is plan.private.calls[0].settled
+        assert made.data_ptr() != warm.data_ptr(), "its own, not what other graphs write"
+        for step, capturing in enumerate((False, True, False)):
+            backend.init_forward_metadata_out_graph(decode(3, 60 + step), captured=plan)
+            before = made.clone()
+            with marked_as_capturing() if capturing else nullcontext():
+                backend.init_forward_metadata_in_graph(plan)
+            assert _scheduled(plan).data_ptr() == made.data_ptr()
+            assert not torch.equal(made, before), "this step's"
 
 
 def test_steps_outside_graphs_leave_their_schedule_alone() -> None:
