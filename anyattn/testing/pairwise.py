@@ -22,6 +22,7 @@ Pair = tuple[tuple[str, int], tuple[str, int]]
 Feasible = Callable[[Mapping[str, Any]], bool]
 """Can this partial row be completed? It may say yes too often; rows that end badly are dropped."""
 
+_ROW_TRIES = 1000
 _TRIES = 12  # completions tried, in other orders of the axes, before a pair counts as impossible
 
 
@@ -76,9 +77,12 @@ def covering_rows(
 
 
 def random_row(axes: Mapping[str, Sequence[Any]], feasible: Feasible, rng: random.Random) -> Row:
-    """A row drawn at random. Raises `ConfigError` if there seems to be none."""
+    """A row drawn at random. Raises `ConfigError` if there seems to be none.
+
+    A backend that serves little leaves few rows, which many orders miss.
+    """
     order = list(axes)
-    for _ in range(_TRIES):
+    for _ in range(_ROW_TRIES):
         rng.shuffle(order)
         chosen = _complete(axes, {}, order, {}, feasible, rng)
         if chosen is not None:

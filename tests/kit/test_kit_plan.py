@@ -87,6 +87,13 @@ def test_a_full_run_has_thousands_of_cases(native: Declared) -> None:
     assert len(plan_random(native, 10).items) == 10
 
 
+def test_random_cases_of_a_backend_that_serves_little() -> None:
+    """XQA decodes and verifies alone, without a cap or a log-sum-exp."""
+    items = plan_random(declared("trtllm_mha", host="cuda:sm90"), 8, seed=0).items
+    assert {item.case.mode for item in items} <= {"decode", "verify", "draft_extend"}
+    assert len(items) == 8
+
+
 def test_a_name_that_cannot_be_verified_here() -> None:
     with pytest.raises(SelectionError, match="fa3 can't be verified on this host"):
         declared("fa3", "cpu")
