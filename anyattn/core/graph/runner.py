@@ -164,7 +164,7 @@ class GraphRunner:
     def entry(self, batch: ForwardBatch) -> Captured:
         """The captured graph that `batch` runs in. Raises `GraphError` as `replay`."""
         self._guard.check_pool()
-        requests, route = batch.batch_size, self.backend.route_of(batch)
+        requests, route = batch.req_pool_indices.shape[0], self.backend.route_of(batch)
         # One token a request, no mask, nothing of an encoder to store: all depends on how many they are.
         plain = (
             batch.forward_mode is ForwardMode.DECODE

@@ -20,13 +20,13 @@ class PoolGuard:
     """
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
+        self._device = backend.pool.device
         self._pools = tuple((each, each.pool) for each in _with_children(backend))
         self._storage = tuple((p, _storage_address(p)) for p in {id(p): p for _, p in self._pools}.values())
 
     def check_idle(self, what: str) -> None:
         """Raises `GraphError` while a graph is captured: the outer graph would record the preparation."""
-        if is_capturing(self._backend.pool.device):
+        if is_capturing(self._device):
             raise GraphError(
                 f"{what} inside another capture",
                 asked=f"a {what} while a graph is captured",

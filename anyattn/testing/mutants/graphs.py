@@ -199,7 +199,7 @@ SHARED: tuple[GraphMutant, ...] = (
         name="a replay inside a capture goes unnoticed",
         check="refusals",
         where="anyattn.core.graph.static:PoolGuard.check_idle",
-        old="if is_capturing(self._backend.pool.device):",
+        old="if is_capturing(self._device):",
         new="if False:",
         names=("inside a capture",),
     ),
