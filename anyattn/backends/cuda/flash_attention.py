@@ -122,12 +122,13 @@ class FlashAttention(FusedWrites):
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Tables, rows of masked queries, and the tile schedule, once for all layers of a plan group."""
         super().init_forward_metadata_in_graph(plan)
-        if plan.key.mode is ForwardMode.IDLE:
+        step: FlashStep | None = plan.private
+        if step is None:  # an idle step
             return
-        step: FlashStep = plan.private
         if step.tree is not None:
             self._trees.fill(plan, step.tree)
-        self.planner.fill(step, stable=plan.stable)
+        if step.planned:
+            self.planner.fill(step, stable=plan.stable)
 
     def forward_decode(self, call: AttentionCall) -> None:
         """Paged, one query a request."""

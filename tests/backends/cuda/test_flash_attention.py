@@ -102,7 +102,7 @@ def test_one_schedule_a_step_for_the_layers_that_it_was_made_for() -> None:
     assert schedule["num_splits"] == paged.seen[0]["num_splits"] == 0
 
 
-def test_a_schedule_keeps_its_address_and_has_nothing_of_a_larger_step_behind_it() -> None:
+def test_a_schedule_keeps_its_address_and_nothing_of_a_larger_step() -> None:
     with emulating("fa3", TOKENSPEED):
         backend = backend_of("fa3", TOKENSPEED, [spec()])
         backend.init_cuda_graph_state(backend.config.limits)
