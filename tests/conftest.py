@@ -28,9 +28,9 @@ def _resident() -> int:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Drop what earlier tests left: a backend refers to itself (it remembers its layers' methods), and Python
-    counts objects, not bytes, before it looks for such cycles. FlashInfer's workspaces (128 MiB each) made a
-    process of 14 GB.
+    """Drop what earlier tests left: an expected error holds frames, those hold backends, and Python counts
+    objects, not bytes, before it looks for such cycles. FlashInfer's workspaces (128 MiB each) made a process
+    of 14 GB.
     """
     global _settled
     if _resident() > _settled + _GROWTH:

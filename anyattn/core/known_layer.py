@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import InitVar, dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,25 +19,49 @@ if TYPE_CHECKING:
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan
 
-__all__ = ["KnownLayer", "PlainCall"]
+__all__ = ["KnownLayer", "PlainCall", "unheld"]
+
+_Result = TypeVar("_Result")
 
 PlainCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, "Plan"],
     "torch.Tensor | None",
 ]
 """q, k, v, out and slots of a plain call, one a token, to its output. It checks what `KnownLayer.takes` does;
-None says that nothing was done, and the ordinary path is to be taken.
+None says that nothing was done, and the ordinary path is to be taken. A backend keeps it, so it must not hold
+that backend (`unheld`): memory of a device would stay until Python looks for cycles.
 """
 Store = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], None]
 """A layer's slots, k and v."""
 
 
+def _apart(call: Callable[..., _Result]) -> tuple[Callable[..., _Result], Callable[[], object]]:
+    """`function, owner` such that `function(owner(), …)` is `call(…)`; the object of a method isn't held."""
+    if isinstance(call, MethodType):
+        return call.__func__, weakref.ref(call.__self__)
+    return (lambda _, *args: call(*args)), _nobody
+
+
+def _nobody() -> None:
+    """The object of a function."""
+
+
+def unheld(call: Callable[..., _Result]) -> Callable[..., _Result]:
+    """`call`, without holding the object that it is a method of: for what that object keeps itself."""
+    function, owner = _apart(call)
+
+    def of_owner(*args: object) -> _Result:
+        return function(owner(), *args)
+
+    return of_owner
+
+
 @dataclass(slots=True, eq=False)
 class KnownLayer:
-    """A layer that passed the checks of its mode.
+    """A layer that passed the checks of its mode. It doesn't hold the backend that keeps it.
 
     Attributes:
-        group: its plan group in the backend's pool. run: what computes it.
+        group: its plan group in the backend's pool. runner: what computes it, a method of the backend.
         plain: it stores keys and values of its own, one per query token, as q, k and v have them.
         at_once: where the adapter has one, what stores and computes plain calls together.
     """
@@ -43,7 +69,7 @@ class KnownLayer:
     layer: AttentionLayer
     mode: ForwardMode
     group: PlanGroup
-    run: Callable[[AttentionCall], None]
+    runner: InitVar[Callable[[AttentionCall], None]]
     dtype: torch.dtype
     at_once: PlainCall | None = None
     plain: bool = False
@@ -51,8 +77,11 @@ class KnownLayer:
     num_kv: int = 0
     dim: int = 0
     v_dim: int = 0
+    _compute: Callable[[object, AttentionCall], None] = field(init=False)
+    _owner: Callable[[], object] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, runner: Callable[[AttentionCall], None]) -> None:
+        self._compute, self._owner = _apart(runner)
         spec = self.layer.spec
         owns = spec.kv_shared_with is None and spec.kind in (
             AttentionKind.CAUSAL,
@@ -62,6 +91,10 @@ class KnownLayer:
         self.num_q, self.num_kv, self.dim, self.v_dim = (
             spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         )  # fmt: skip
+
+    def run(self, call: AttentionCall) -> None:
+        """Write the call's output (and LSE)."""
+        self._compute(self._owner(), call)
 
     def takes(
         self, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
@@ -104,5 +137,5 @@ class KnownLayer:
         layer, table = self.layer, plan.tables.get(group.table)
         store(layer, loc, k, v)
         call = AttentionCall(q, k, v, layer, plan, table, out, None, True, group, own_out=own)
-        self.run(call)
+        self._compute(self._owner(), call)
         return call.out

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ class FlashInfer(FusedWrites):
         if not own.plain:
             return None
         heads = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-        return DecodeCalls(own.slot, own.cache, heads, self.config.dtype, partial(self.write_kv, layer))
+        return DecodeCalls(own.slot, own.cache, heads, self.config.dtype, self.store_of(layer))
 
     def forward_decode(self, call: AttentionCall) -> None:
         """One query a request over its table."""

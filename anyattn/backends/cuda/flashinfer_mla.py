@@ -82,8 +82,8 @@ class FlashInferMLA(AttentionBackend):
             self._metadata = None
         self._ragged_options = {"lse_base": "ln"} if "lse_base" in _parameters(ragged, "run") else {}
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._wrappers = Lender(lambda: self._new(self._workspace, backend=self._inner), device)
-        self._ragged_wrappers = Lender(lambda: ragged(self._workspace, "NHD", backend=self._inner), device)
+        self._wrappers = Lender(partial(self._new, self._workspace, backend=self._inner), device)
+        self._ragged_wrappers = Lender(partial(ragged, self._workspace, "NHD", backend=self._inner), device)
 
     def traits(self, mode: ForwardMode) -> Traits:
         """Kernels read the step's own tables."""

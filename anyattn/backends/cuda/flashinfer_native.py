@@ -48,7 +48,9 @@ class DecodeSizes(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Space:
-    """An integer workspace on the device: whose schedule it holds, made of what, copied on which stream."""
+    """An integer workspace on the device: whose schedule it holds (`Prepared.mark`), made of what, copied on
+    which stream.
+    """
 
     owner: object = None
     stamp: bytes = b""
@@ -62,6 +64,7 @@ class Prepared:
     Attributes:
         args: of its native planner; those from `at` on: page offsets and, on tensor cores, lengths.
         by_length: its schedule follows from lengths, not from page offsets alone.
+        mark: what its `space` knows it by. Held itself, both would stay, with all workspaces, as a cycle.
         ints: its integer workspace, and as much of it as `PIECE`; whole: it takes more than that.
     """
 
@@ -74,6 +77,7 @@ class Prepared:
     space: _Space
     ints: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     whole: bool = False
+    mark: object = field(default_factory=object)
 
     def __post_init__(self) -> None:
         ints: torch.Tensor = self.args[1]
@@ -116,12 +120,12 @@ class DecodeAgain:
     def plan(self, wrapper: Any, known: Prepared, pages: KeptPages) -> None:
         """Plan for other lengths, those of the tables that kernels read."""
         stream, stamp, space = self._staging.stream(), pages.stamp(known.by_length), known.space
-        if space.owner is known and space.stamp == stamp and space.stream == stream is not None:
+        if space.owner is known.mark and space.stamp == stamp and space.stream == stream is not None:
             return
         space.owner = None
         if known.whole or not self._in_piece(wrapper, known, pages):
             self._staging.staged(wrapper, _in_whole, wrapper, known, pages)
-        space.owner, space.stamp, space.stream = known, stamp, stream
+        space.owner, space.stamp, space.stream = known.mark, stamp, stream
 
     def _in_piece(self, wrapper: Any, known: Prepared, pages: KeptPages) -> bool:
         """Planned in a piece of memory; False where there is none, or it was refused."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from anyattn.backends.cuda.fused_tables import triton_launches
 from anyattn.core.contract import AttentionBackend, BackendConfig
+from anyattn.core.known_layer import unheld
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
@@ -60,3 +63,10 @@ class FusedWrites(AttentionBackend):
             super().write_kv(layer, loc, k, v)
         else:
             self._writer(layer.layer_id, loc, k, v)
+
+    def store_of(self, layer: AttentionLayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        """`write_kv` of one layer, given loc, k and v; it doesn't hold this backend, which may keep it."""
+        plain = getattr(self.write_kv, "__func__", None) is FusedWrites.write_kv
+        if plain and self._writer is not None and layer.spec.kv_shared_with is None:
+            return partial(self._writer, layer.layer_id)
+        return partial(unheld(self.write_kv), layer)

@@ -15,7 +15,7 @@ from anyattn.core.batch import Exact, ForwardBatch, ForwardMode
 from anyattn.core.call import AttentionCall
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup, Space
-from anyattn.core.known_layer import PlainCall
+from anyattn.core.known_layer import PlainCall, unheld
 from anyattn.core.kv.pools.base import KVPool
 from anyattn.core.kv.pools.mha import MHAPool
 from anyattn.core.layer import AttentionLayer
@@ -230,7 +230,7 @@ class TritonAttention(AttentionBackend):
         if mode is not ForwardMode.DECODE or self._invariant or layer.spec.kv_shared_with is not None:
             return None
         own, stores = self._layer(layer), getattr(self.write_kv, "__func__", None)
-        store = None if stores is TritonAttention.write_kv else partial(self.write_kv, layer)
+        store = None if stores is TritonAttention.write_kv else partial(unheld(self.write_kv), layer)
         return DecodeRepeats(own.cache, own.heads, own.causal, group, self._dtype, store)
 
     def forward_decode(self, call: AttentionCall) -> None:  # anyattn: in-graph
