@@ -9,6 +9,7 @@ from anyattn import api
 from anyattn.catalog.architectures import CPU, SM90
 from anyattn.core.capabilities import ModelKind, Proof
 from anyattn.errors import ConfigError
+from anyattn.testing.interpreter_costs import spare_interpreter
 
 __all__ = ["offer_triton"]
 
@@ -26,6 +27,7 @@ def offer_triton() -> None:
             allowed="TRITON_INTERPRET=1, set before Triton is imported",
             hint="start the process with it",
         )
+    spare_interpreter()
     record = api.registry().get("triton")
     if any(row.architectures == CPU and ModelKind.DENSE in row.kinds for row in record.rows):
         return  # offered already

@@ -9,3 +9,8 @@ these files are collected only in a process that has the variable set from its s
 import os
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+if not collect_ignore_glob:
+    from anyattn.testing.interpreter_costs import spare_interpreter
+
+    spare_interpreter()
