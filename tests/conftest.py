@@ -38,6 +38,11 @@ def pytest_runtest_logfinish() -> None:
         _settled = _resident()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run a process in Triton's interpreter come first: begun last, one would go on alone."""
+    items.sort(key=lambda item: item.get_closest_marker("interpreter") is None)
+
+
 @pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
     """A test that leaves a process of over 6 GiB fails: two share a small machine with what they start."""
