@@ -276,6 +276,12 @@ class ForwardBatch:
             made.__dict__["whole"] = None
         return made
 
+    def as_captured(self, mode: ForwardMode) -> ForwardBatch:
+        """The same batch, of a graph's bucket as it is: `view(captured_mode=mode)`, once a step."""
+        made = object.__new__(ForwardBatch)
+        made.__dict__.update(self.__dict__, serial=next(_serials), captured_mode=mode)
+        return made
+
 
 _FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial", "whole"}
 _IN_WHOLE = frozenset(("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions"))

@@ -104,7 +104,12 @@ class AttentionBackend(StepBackend):
             GraphError: a capture without buffers, a batch of another shape than the captured one.
         """
         if captured is not None:
-            return self._refresh(captured, batch)
+            again = captured.again.get(batch.num_padding_requests)
+            if again is None or not again(captured, batch):
+                self._refresh(captured, batch)
+            if batch.forward_mode is not ForwardMode.IDLE:
+                self.replan(captured)
+            return captured
         # A split prefill's plan is still wanted after the steps in between have used the buffers.
         buffers = None if batch.forward_mode is ForwardMode.SPLIT_PREFILL else self._buffers
         if in_capture and buffers is None:
@@ -130,14 +135,10 @@ class AttentionBackend(StepBackend):
             self.plan_private(plan, in_capture=in_capture)
         return plan
 
-    def _refresh(self, captured: Plan, batch: ForwardBatch) -> Plan:
+    def _refresh(self, captured: Plan, batch: ForwardBatch) -> None:
         """Before a replay: the batch's values at the captured addresses."""
-        if not self.compiler.refreshed(captured, batch):
-            traits = self._check_batch(batch)
-            self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
-        if batch.forward_mode is not ForwardMode.IDLE:
-            self.replan(captured)
-        return captured
+        traits = self._check_batch(batch)
+        self.compiler.refresh(captured, batch, tree_mask=traits.tree_mask)
 
     def init_forward_metadata_in_graph(self, plan: Plan) -> None:
         """Offsets, positions and tables on the device."""

@@ -47,11 +47,15 @@ class EventRecorder:
 
     def record(self, event: Any) -> None:
         """Mark the work given to the current stream so far."""
-        handle = self.shared()
-        if handle is None:
+        raw, index = self._raw, self._index
+        stream = None if raw is None or index is None else self._streams.get(raw(index))
+        if stream is None:
+            handle = self.shared()
+            stream = None if handle is None else self._streams[handle]
+        if stream is None:
             event.record()
         else:
-            event.record(self._streams[handle])
+            event.record(stream)
 
     def record_on(self, handle: int, event: Any) -> bool:
         """Mark the work given so far to a stream that was `shared`. False if it is captured, or gone."""

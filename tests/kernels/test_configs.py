@@ -131,7 +131,7 @@ def test_long_wide_parts_become_ranges(arch: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("run", [EVEN_RUN, 128])
-@pytest.mark.parametrize(("batch", "heads"), [(1, 8), (8, 8), (16, 1), (64, 1)])
+@pytest.mark.parametrize(("batch", "heads"), [(1, 8), (8, 8), (16, 1)])
 def test_long_parts_stay_equal_on_large_pages(batch: int, heads: int, run: int) -> None:
     got = choose_decode(batch, heads, 131_072, 128, 2, "sm90", 132, even=True, run=run)
     assert (got.parts, got.split) == (132 // (batch * heads), True)
@@ -152,8 +152,17 @@ def test_long_wide_programs_of_other_head_sizes_keep_their_parts(dim: int) -> No
     assert choose_decode(16, 8, 131_072, dim, 2, "sm90", 132, even=True).num_ranges == 16
 
 
-@pytest.mark.parametrize("run", [1, 16])
-@pytest.mark.parametrize(("batch", "longest"), [(64, 8192), (8, 131_072)])
+@pytest.mark.parametrize("run", [16, 64])
+@pytest.mark.parametrize(("batch", "longest"), [(64, 8192), (33, 131_072)])
+def test_few_long_parts_of_one_kv_head_are_narrow_and_two_a_unit(batch: int, longest: int, run: int) -> None:
+    got = choose_decode(batch, 1, longest, 128, 2, "sm90", 132, even=True, run=run)
+    assert (got.block_n, got.num_warps, got.num_stages) == (64, 4, 3)
+    assert (got.parts, got.num_ranges, got.overlap) == (264 // batch, 264 // batch * batch, 2)
+    other = choose_decode(batch, 1, longest, 128, 2, "sm100", 132, even=True, run=run)
+    assert (other.parts, other.overlap) == (132 // batch, 0), "not measured there"
+
+
+@pytest.mark.parametrize(("batch", "longest", "run"), [(64, 8192, 1), (8, 131_072, 1), (8, 131_072, 16)])
 def test_long_parts_of_one_kv_head_stay_equal(batch: int, longest: int, run: int) -> None:
     got = choose_decode(batch, 1, longest, 128, 2, "sm90", 132, even=True, run=run, scattered=run == 1)
     assert (got.block_n, got.num_stages, got.parts, got.overlap) == (128, 3, 132 // batch, 0)
@@ -288,7 +297,7 @@ def test_every_head_size_can_be_compiled_on_demand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "longest", "early"), [(1, 8, 8192, 2), (64, 1, 8192, 0), (8, 8, 65536, 0)]
+    ("batch", "heads", "longest", "early"), [(1, 8, 8192, 2), (16, 1, 16384, 0), (8, 8, 65536, 0)]
 )
 def test_only_short_programs_let_what_follows_start_early(
     batch: int, heads: int, longest: int, early: int
@@ -300,7 +309,7 @@ def test_only_short_programs_let_what_follows_start_early(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "longest", "even", "alike"),
-    [(1, 8, 8192, True, True), (64, 1, 8192, True, True), (64, 2, 4096, True, True),
+    [(1, 8, 8192, True, True), (16, 1, 8192, True, True), (64, 2, 4096, True, True),
      (64, 1, 8192, False, False), (8, 8, 65536, True, False), (64, 8, 8192, True, False)],
 )  # fmt: skip
 def test_wide_tiles_that_do_not_walk_read_v_at_the_offsets_of_k(

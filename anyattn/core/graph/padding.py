@@ -94,7 +94,7 @@ class Padder:
         device are written where `captured` has them.
         """
         if batch.batch_size == self.key.num_requests and batch.num_tokens == self.key.num_tokens:
-            return batch.view(captured_mode=self.key.mode)
+            return batch.as_captured(self.key.mode)
         plain = batch.forward_mode is ForwardMode.DECODE and batch.num_tokens == batch.batch_size
         if plain and batch.whole is not None and batch.encoder_lens is None:
             return self._pad_whole(batch)

@@ -159,7 +159,8 @@ class GraphRunner:
         entry.graph.replay()
         if entry.read_ends > SharedReadEnds.IN_REPLAY or not self._early:
             self.read_done.record()
-        return cut(entry.outputs, batch.num_tokens, entry.key.num_tokens)
+        tokens, padded = batch.num_tokens, entry.key.num_tokens
+        return entry.outputs if tokens == padded else cut(entry.outputs, tokens, padded)
 
     def entry(self, batch: ForwardBatch) -> Captured:
         """The captured graph that `batch` runs in. Raises `GraphError` as `replay`."""

@@ -20,7 +20,7 @@ class PoolGuard:
     """
 
     def __init__(self, backend: Any) -> None:
-        self._device = backend.pool.device
+        self._device: torch.device = backend.pool.device
         self._pools = tuple((each, each.pool) for each in _with_children(backend))
         self._storage = tuple((p, _storage_address(p)) for p in {id(p): p for _, p in self._pools}.values())
 

@@ -145,18 +145,14 @@ class MetadataCompiler:
         for group, table in plan.tables.items():
             table.remirror(table_mirrors(batch, group, table.form, self.table, prefix_only=prefix_only))
 
-    def refreshed(self, plan: Plan, batch: ForwardBatch) -> bool:
-        """`refresh`, if `batch` is right for certain and like an earlier one; else nothing is done."""
-        again = plan.again.get(batch.num_padding_requests)
-        return again is not None and again(plan, batch)
-
     def renew(self, plan: Plan, batch: ForwardBatch) -> None:
         """`refresh` for a plan of an eager step that `fits`: its bounds become the batch's, too.
 
         Raises:
             BatchError: as `prepare`.
         """
-        if not self.refreshed(plan, batch):
+        again = plan.again.get(batch.num_padding_requests)
+        if again is None or not again(plan, batch):
             layout, pack = plan.uploaded, self._packed(batch)
             assert layout is not None
             if pack is None:

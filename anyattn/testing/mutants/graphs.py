@@ -290,7 +290,7 @@ _REPLAN = (
     GraphMutant(
         name="plan frozen at warm-up: the library doesn't plan again",
         check="replays",
-        where=f"{_CONTRACT}._refresh",
+        where=f"{_CONTRACT}.init_forward_metadata_out_graph",
         old="self.replan(captured)",
         new="pass",
         names=("against the oracle", "differs from the eager step"),

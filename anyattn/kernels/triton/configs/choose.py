@@ -38,7 +38,10 @@ EVEN_TILES = 8
 """Wide parts of more tiles become ranges, even where requests are equally long: on an H200 (D 128, page 16)
 that was 2 to 4 % faster for 8 x 8192 to 65536 tokens of 8 KV heads, equal before, and 3 to 9 % slower for 4
 and 8 x 1024. Requests that needn't be cut stay whole: 64 x 4096 of 2 KV heads took 4 % longer as ranges; and
-parts of one KV head stay equal: two each of 64 x 8192 took 73.4 us, the same as ranges 75.0."""
+parts of one KV head stay equal, but narrow, two programs an SM, the merge starting early: four of each of
+64 x 8192 took 70.6 us, two wide ones 72.0 (71.7 with the early start), the same as ranges 74.4."""
+MANY_PARTS = 4
+"""Wide parts of a request, from which on they stay wide."""
 EVEN_RUN = 64
 """Consecutive slots from which on long parts stay equal: ranges took 9 % longer there for 1 x 131072."""
 OVERLAP_TILES = 8
@@ -179,8 +182,13 @@ def choose_decode(
     wide = batch * programs <= units and heads <= WIDE_HEADS
     tile, slots = (row.wide, units) if wide else (row.narrow, row.programs_per_unit * units)
     even = even and (batch * programs < MANY_WAVES * slots or row.walk_always != "")
+    pairs = False
     if wide and batch * programs * -(-max_kv_len // tile.block_n) > EVEN_TILES * slots:
         even = even and not _ranges_even_so(row, slots // (batch * programs), run, programs)
+        narrow = row.walk_always == "" and row.walk is not None and not scattered
+        pairs = even and narrow and programs == 1 and 2 * batch <= slots <= MANY_PARTS * batch
+    if pairs:
+        wide, slots = False, row.programs_per_unit * units
     own = row.walk if row.walk_always == "" and heads <= WIDE_HEADS and not wide else None
     apart = own is not None and even and scattered
     walking = not even or apart or (row.walk_always == "always" and not wide)
@@ -199,7 +207,7 @@ def choose_decode(
     elif split:
         ranges = min(fitting_ranges(programs, slots), batch * tiles)
     warps = tile.num_warps * (1 if heads <= WIDE_HEADS else 2)
-    short = split and wide and batch * tiles <= OVERLAP_TILES * ranges
+    short = split and (pairs or (wide and batch * tiles <= OVERLAP_TILES * ranges))
     return Decode(
         tile.block_n, warps, tile.num_stages, ranges, MIN_TILES, split, row.overlap if short else 0,
         parts if split else 0, row.half, alike=row.alike and wide and (even or not split),
