@@ -86,6 +86,12 @@ _TRTLLM_GEN = (
 )
 
 
+_XQA_GROUPS = tuple(range(1, 33))
+"""A group is a tile of rows. 72 heads of one KV head don't compile (nvcc 13.0, FlashInfer 0.7.2.post1);
+drafts have 32 rows.
+"""
+
+
 def _xqa(
     architectures: tuple[str, ...], runtime: str, phases: tuple[Phase, ...], **fields: Any
 ) -> tuple[CapabilityRow, ...]:
@@ -96,6 +102,7 @@ def _xqa(
     ragged = (Feature.RAGGED_VERIFY,) if phases == (VERIFY,) else ()
     common: dict[str, Any] = {
         "head_dims": HeadDims(minimum=16, maximum=256, multiple=16),
+        "group_sizes": _XQA_GROUPS,
         "pages": PageSizes((16, 32, 64, 128)),
         "form": block_table(),
         "layouts": (NHD, HND),

@@ -80,13 +80,13 @@ def test_a_graph_deals_ranges_out() -> None:
     assert short.keys.parts == 16, "two tiles at least"
 
 
-@pytest.mark.parametrize(("run", "unit"), [(1, 16), (16, 16), (32, 32), (48, 16), (64, 0), (128, 0)])
-@pytest.mark.parametrize("new", [4, 16])
-def test_equal_parts_are_of_less_than_whole_tiles(run: int, unit: int, new: int) -> None:
+@pytest.mark.parametrize(("run", "unit"), [(1, 16), (16, 16), (32, 32), (48, 16), (64, 64), (128, 128)])
+@pytest.mark.parametrize(("new", "tile"), [(4, 128), (16, 64)])
+def test_equal_parts_are_of_less_than_whole_tiles(run: int, unit: int, new: int, tile: int) -> None:
     """A table entry is not cut: the kernel reads one for as many keys."""
     got = chosen(1, new, even=True, run=run)
     assert got is not None
-    assert (got.keys.parts, got.keys.unit, got.keys.block_n) == (16, unit, 64)
+    assert (got.keys.parts, got.keys.unit, got.keys.block_n) == (16, unit if unit < tile else 0, tile)
     for even, batch in ((False, 1), (True, 16)):  # ranges; whole requests
         other = chosen(batch, 8, even=even, run=run)
         assert other is not None

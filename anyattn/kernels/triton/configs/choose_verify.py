@@ -125,6 +125,9 @@ def _cut(
     if rows > row.max_rows or batch * programs > row.fill * units or max_kv_len < row.min_keys:
         return None
     alone = whole is not None or batch * programs * tiles <= ALONE_TILES * units
+    if alone and whole is None and narrow.alone is not None:
+        tile = narrow.alone
+        tiles = -(-max_kv_len // tile.block_n)
     slots, parts = (1 if alone else row.programs_per_unit) * units, 0
     if even:
         parts = min(slots // (batch * programs), -(-tiles // MIN_TILES))
