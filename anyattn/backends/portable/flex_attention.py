@@ -49,14 +49,11 @@ class _Gathered:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """One plan group in one step; `gathered`: where its keys come from, None for paged ones; `one_token`:
-    tiles of one token, whose rows are the heads of a group.
-    """
+    """One plan group in one step; `gathered`: where its keys come from, None for paged ones."""
 
     blocks: Blocks
     q_block: int
     gathered: _Gathered | None
-    one_token: bool
 
 
 @dataclass(eq=False)
@@ -185,7 +182,7 @@ class FlexAttention(AttentionBackend):
         gathered = None
         if table is not None and not self._paged:
             gathered = self._cells(plan, table, width)
-        return _Group(blocks, q_block, gathered, tiles.pack is None)
+        return _Group(blocks, q_block, gathered)
 
     @staticmethod
     def _width(plan: Plan, window: int | None) -> int:
@@ -230,9 +227,7 @@ class FlexAttention(AttentionBackend):
     ) -> Kernel:
         shape = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
         capped, blocks = plan_group.logit_cap is not None, (group.q_block, self._kv_block())
-        return compiled(
-            Specialisation(shape, q.dtype, capped, self._paged, q.device.type, blocks, group.one_token)
-        )
+        return compiled(Specialisation(shape, q.dtype, capped, self._paged, q.device.type, blocks))
 
     def _numbers(self, group: PlanGroup, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and cap of a group's layers, float32 `[heads of the kernel]`."""

@@ -40,7 +40,6 @@ class Specialisation:
     """All that a compiled function bakes in. Shapes but head counts and sizes are dynamic.
 
     `shape`: (query heads, KV heads, D, Dv) as the kernel sees them. `blocks`: of the mask, rows and keys.
-    `one_token`: the rows of a tile are the heads of one token.
     """
 
     shape: tuple[int, int, int, int]
@@ -49,7 +48,6 @@ class Specialisation:
     paged: bool
     device: str
     blocks: tuple[int, int]
-    one_token: bool = False
 
 
 @functools.cache
@@ -90,9 +88,8 @@ def compiled(spec: Specialisation) -> Kernel:
 def kernel_options(spec: Specialisation) -> dict[str, Any] | None:
     """Tiles that divide the mask's blocks. No split-KV kernel: it compiles for each batch size.
 
-    Heads of one token: 32 rows at most, fewer than Hopper's wgmma takes. On an H200 a tile of 64 heads ended
-    in an illegal address in long lists of cases, always in the same one and never alone. The cause isn't
-    known (docs/h200.md).
+    One stage: with keys copied a stage ahead a decode of 64 heads ended in an illegal address on an H200, in
+    long lists of cases and never alone (docs/h200.md).
     """
     if spec.device == "cpu":
         return None
@@ -101,10 +98,10 @@ def kernel_options(spec: Specialisation) -> dict[str, Any] | None:
     large = wide and four_bytes  # of 99 KiB of shared memory (SM86, SM89, SM120)
     return {
         "FORCE_USE_FLEX_ATTENTION": True,
-        "BLOCK_M": min(q_block, 32 if large or spec.one_token else 64),
+        "BLOCK_M": min(q_block, 32 if large else 64),
         "BLOCK_N": min(kv_block, 16 if large else 32 if wide or four_bytes else 64),
         "num_warps": 4,
-        "num_stages": 1 if large else 2,
+        "num_stages": 1,
     }
 
 

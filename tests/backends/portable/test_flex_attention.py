@@ -215,17 +215,3 @@ def test_tiles_divide_the_blocks_of_the_mask_and_fit(
     assert min(rows, keys) >= 16
     assert (rows + 2 * keys * stages) * dim * dtype.itemsize <= 99 << 10
     assert flex_kernel.kernel_options(dataclasses.replace(spec, device="cpu")) is None
-    few = flex_kernel.kernel_options(dataclasses.replace(spec, one_token=True))
-    assert few is not None
-    assert few["BLOCK_M"] == min(32, blocks[0])  # less than wgmma takes
-
-
-@pytest.mark.parametrize("heads", [8, 64])
-def test_heads_of_one_token_are_known_to_the_kernel(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[flex_kernel.Specialisation] = []
-    made = flex_kernel.compiled
-    monkeypatch.setattr(flex_attention, "compiled", lambda spec: (seen.append(spec), made(spec))[1])
-    for mode, new in (("decode", 1), ("extend", 3)):
-        case = Case(mode=mode, prefix_lens=(5, 2), extend_lens=(new, new), num_q_heads=heads)
-        assert check_case(case, backend="flex_attention").passed
-    assert [spec.one_token for spec in seen] == [True, False]
