@@ -42,3 +42,21 @@ def test_one_number_a_head(given: list[float] | torch.Tensor) -> None:
 def test_tensors_that_are_no_scales(given: torch.Tensor) -> None:
     with pytest.raises(PoolError, match="scale"):
         KVScale.of(given, 2, CPU)
+
+
+@pytest.mark.parametrize("k", [0.5, [1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+@pytest.mark.parametrize("v", [4.0, [0.25, 8.0, 2.0]])
+def test_a_pair_lies_side_by_side(k: float | list[float], v: float | list[float]) -> None:
+    heads = next((len(x) for x in (k, v) if isinstance(x, list)), 1)
+    if isinstance(k, list) and isinstance(v, list) and len(k) != len(v):
+        with pytest.raises(PoolError, match="per KV head"):
+            KVScale.pair(k, v, heads, "cpu")
+        return
+    first, last = KVScale.pair(k, v, heads, "cpu")
+    for given, scale in ((k, first), (v, last)):
+        plain = KVScale.of(given, heads, "cpu")
+        assert scale.device.tolist() == plain.device.tolist()
+        assert (scale.host, scale.granularity) == (plain.host, plain.granularity)
+        assert scale.device.data_ptr() % 16 == 0
+    apart = last.device.data_ptr() - first.device.data_ptr()
+    assert apart == -(-len(first.host) // 4) * 16

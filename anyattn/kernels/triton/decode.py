@@ -78,15 +78,15 @@ def _stream(
 
 @triton.jit
 def _finish(
-    m, den, acc, b, r, whole, out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t,
-    values_scale, heads, in_group, kv_heads,
+    m, den, acc, b, r, whole, out, lse, sinks, part_out, part_lse, out_t, out_h, lse_t, v_scale,
+    heads, in_group, kv_heads,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr, WRITE_LSE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Where the state of request `b` goes: to `out`, with its sink, or to the pieces of range `r`."""
     offs_dv = tl.arange(0, BLOCK_DV)
     store_out = in_group[:, None] & (offs_dv < DV)[None, :]
-    acc = acc * (values_scale / tl.where(den == 0.0, 1.0, den))[:, None]
+    acc = acc * (tl.load(v_scale) / tl.where(den == 0.0, 1.0, den))[:, None]
     natural = (m + tl.log2(den)) * 0.6931471805599453
     natural = tl.where(den == 0.0, float("-inf"), natural)
     if SPLIT:
@@ -148,7 +148,7 @@ def decode_kernel(
     k_base = k_cache + kv_head.to(tl.int64) * k_head
     v_base = v_cache + kv_head.to(tl.int64) * v_head
     logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
-    values_scale = tl.load(v_scale + kv_head * v_scale_h)  # here: behind the keys it would be waited for
+    values_scale = v_scale + kv_head * v_scale_h
     if WALK:
         while left > 0:
             tiles = tl.maximum(tl.cdiv(length, UNIT), 1)

@@ -119,7 +119,6 @@ def _piece(
         k_base = k_cache + kv_head.to(tl.int64) * k_head
         v_base = v_cache + kv_head.to(tl.int64) * v_head
         logit_scale = scale * tl.load(k_scale + kv_head * k_scale_h)
-        values_scale = tl.load(v_scale + kv_head * v_scale_h)
         base2 = 1.0 if HAS_CAP else logit_scale * 1.4426950408889634
         table = source + row.to(tl.int64) * source_row + start
         m = tl.full([BLOCK_M], -1.0e38, tl.float32)
@@ -156,7 +155,7 @@ def _piece(
                              MASK, HAS_WINDOW, POSITIONS)  # fmt: skip
                 qk = tl.where(seen, qk, float("-inf"))
             m, den, acc = softmax_rows(qk, value, m, den, acc, base2)
-        acc = acc * values_scale
+        acc = acc * tl.load(v_scale + kv_head * v_scale_h)
 
         if DIRECT:
             if stop == tiles:  # whoever ends the request has its new tokens

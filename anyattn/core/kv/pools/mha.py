@@ -97,10 +97,7 @@ class MHAPool(KVPool):
     ) -> None:
         """Scales of one layer, per tensor or per KV head; before anything is written to it."""
         heads = self.specs[layer_id].num_kv_heads
-        self._scales[self.storage_layer(layer_id)] = (
-            KVScale.of(k_scale, heads, self.device),
-            KVScale.of(v_scale, heads, self.device),
-        )
+        self._scales[self.storage_layer(layer_id)] = KVScale.pair(k_scale, v_scale, heads, self.device)
 
     def scales(self, layer_id: int) -> tuple[KVScale, KVScale]:
         """`(k_scale, v_scale)` of a layer."""
