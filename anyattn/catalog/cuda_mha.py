@@ -87,9 +87,9 @@ _TRTLLM_GEN = (
 
 
 _XQA_GROUPS = (*range(1, 17), *range(25, 33))
-"""A group is a tile of rows, which are rounded up to 8, 16 or 32. With FlashInfer 0.7.2.post1 and nvcc 13.0, 1
-to 7, 10, 12, 14, 16, 28 and 32 heads of one KV head compiled and were right on an H200 (D 128); 20, 24, 40, 48,
-56 and 72 didn't compile. 64 did, up to D 128.
+"""A group is a tile of rows, which are rounded up to 8, 16 or 32. With FlashInfer 0.7.2.post1 and nvcc 13.0,
+1 to 7, 10, 12, 14, 16, 28 and 32 heads of one KV head compiled and were right on an H200 (D 128); 20, 24, 40,
+48, 56 and 72 didn't compile. 64 did, up to D 128.
 """
 
 
