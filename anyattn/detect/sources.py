@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ NVML_NAMES = (
 
 def load_nvml() -> Any:
     """The NVML library through ctypes; `OSError` when no driver is installed. Creates no device context."""
-    error: OSError | None = None
-    for name in NVML_NAMES:
-        try:
-            return ctypes.CDLL(name)
-        except OSError as caught:
-            error = error or caught
-    assert error is not None
-    raise error
+    first, *others = NVML_NAMES
+    try:
+        return ctypes.CDLL(first)
+    except OSError:  # raised here if at all: kept in a local, it would hold its callers in a cycle
+        for name in others:
+            with suppress(OSError):
+                return ctypes.CDLL(name)
+        raise
 
 
 def _usable_cpus() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import anyattn
@@ -39,11 +40,13 @@ def decide_for(
         {"prefill": backend, "decode": "torch_native"},
         {"prefill": "torch_native", "decode": "torch_native"} | {own: backend},
     ]
-    refused: SelectionError | None = None
-    for way in ways:
-        try:
-            return select_for(setup.specs(), **options, **way)
-        except SelectionError as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+    # The first refusal is raised where it was caught: kept in a local, it would hold the frames of all
+    # callers in a cycle, with the backends among them.
+    first, *others = ways
+    try:
+        return select_for(setup.specs(), **options, **first)
+    except SelectionError:
+        for way in others:
+            with suppress(SelectionError):
+                return select_for(setup.specs(), **options, **way)
+        raise

@@ -207,7 +207,7 @@ def _in_threads(partitions: Sequence[tuple[Callable[..., None], Sequence[Any]]],
     for thread in threads:
         thread.join(2 * _PATIENCE)
     if failed:
-        raise failed[0]
+        raise failed.pop(0)  # kept in a local, it would hold all callers in a cycle
     assert not any(thread.is_alive() for thread in threads)
 
 

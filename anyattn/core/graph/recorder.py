@@ -97,7 +97,7 @@ class RecorderGraph(GraphObject):
         with self._recorded(recording):
             yield
         if recording.broken is not None:
-            raise recording.broken
+            raise recording.broken()
         recording.memory.finish()
         self._recording = recording
         if isinstance(after, RecorderGraph):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ class Recording:
         self.memory = Memory()
         self.steps: list[Step] = []
         self.paused = False
-        self.broken: GraphError | None = None
+        self.broken: Callable[[], GraphError] | None = None  # an error kept would hold its callers in a cycle
 
     def refuse(self, operation: str, why: str) -> GraphError:
         """An error to raise; a body that swallows it still has no graph."""
-        self.broken = refusal(operation, why, here())
-        return self.broken
+        self.broken = partial(refusal, operation, why, here())
+        return self.broken()
 
     def add(self, step: Step) -> None:
         """Append, and note the last use of each storage."""

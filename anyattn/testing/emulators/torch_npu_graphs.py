@@ -132,7 +132,7 @@ class graph:
         if error is not None or recording.broken is not None:
             self._graph.reset()
             if recording.broken is not None and error is None:
-                raise recording.broken
+                raise recording.broken()
             return
         recording.memory.finish()
 
