@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -124,23 +124,37 @@ def _bare_sample(ours: Ours, device: torch.device) -> float:
     return total / (len(numbers) * replays)
 
 
-def _host(call: Callable[[int], object], device: torch.device) -> tuple[float, float]:
-    """us until a call returns, medians: of the third and fourth of four in a row, and of the first, which
-    finds an idle device and cold caches, as the second still does in part. No more in a row: staging buffers
-    would be waited for.
+def _hosts(
+    calls: Mapping[str, Callable[[int], object]], device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """us until a call returns, medians by name: of the third and fourth of four in a row, and of the first,
+    which finds an idle device and cold caches, as the second still does in part. No more in a row: staging
+    buffers would be waited for. All take turns, since hosts change their speed for seconds.
     """
-    turns = tuple(list[float]() for _ in range(_ROW))
+    taken = {name: [list[float]() for _ in range(_ROW)] for name in calls}
     gc.disable()
     try:
-        for number in range(_ROW * STEPS):
-            if number % _ROW == 0 and device.type == "cuda":
-                torch.cuda.synchronize(device)
-            started = time.perf_counter()
-            call(number % STEPS)
-            turns[number % _ROW].append((time.perf_counter() - started) * 1e6)
+        for number in range(STEPS):
+            for name, call in calls.items():
+                _one_row(call, taken[name], number, device)
     finally:
         gc.enable()
-    return statistics.median(turns[2] + turns[3]), statistics.median(turns[0])
+    return {
+        name: (statistics.median(turns[-2] + turns[-1]), statistics.median(turns[0]))
+        for name, turns in taken.items()
+    }
+
+
+def _one_row(
+    call: Callable[[int], object], turns: Sequence[list[float]], number: int, device: torch.device
+) -> None:
+    """us of each of some calls behind a wait for the device, from step `number` on, into `turns`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for place, taken in enumerate(turns):
+        started = time.perf_counter()
+        call((number + place) % STEPS)
+        taken.append((time.perf_counter() - started) * 1e6)
 
 
 def check_alike(ours: Ours, direct: Loop) -> None:
@@ -182,7 +196,10 @@ def measure_cell(
         first = turn % len(samplers)
         for name, sampler in [*samplers[first:], *samplers[:first]]:
             times[name].append(sampler())
-    in_a_row, cold = _host(ours.step, device)
+    calls: dict[str, Callable[[int], object]] = {"ours": ours.step, "launch": lambda _: ours.replay()}
+    if isinstance(direct, Loop):
+        calls["direct"] = direct.step
+    hosts = _hosts(calls, device)
     step, bare, other = (values[1:] for values in times.values())  # the first round warms up
     return Measured(
         backend=backend,
@@ -193,12 +210,12 @@ def measure_cell(
         step_us=statistics.median(step),
         bare_us=statistics.median(bare),
         over_bare=statistics.median(a / b for a, b in zip(step, bare, strict=True)),
-        host_us=in_a_row,
-        host_cold_us=cold,
-        launch_us=_host(lambda _: ours.replay(), device)[0],
+        host_us=hosts["ours"][0],
+        host_cold_us=hosts["ours"][1],
+        launch_us=hosts["launch"][0],
         direct=direct.name if isinstance(direct, Loop) else None,
         direct_us=statistics.median(other) if other else None,
-        direct_host_us=_host(direct.step, device)[0] if isinstance(direct, Loop) else None,
+        direct_host_us=hosts["direct"][0] if isinstance(direct, Loop) else None,
         over_direct=statistics.median(a / b for a, b in zip(step, other, strict=True)) if other else None,
         replays=rounds * STEPS,
         judged=device.type == "cuda",
