@@ -23,7 +23,7 @@ from anyattn.catalog.building import (
     per_dtype,
     square,
 )
-from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, PageSizes, Phase, Provider
+from anyattn.core.capabilities import CapabilityRow, Feature, HeadDims, PageSizes, Phase, Proof, Provider
 
 __all__ = ["HPC_OPS_ROWS", "TRTLLM_MHA_ROWS"]
 
@@ -134,8 +134,8 @@ _WIDE: dict[str, Any] = {
 
 TRTLLM_MHA_ROWS = (
     *_TRTLLM_GEN,
-    *_xqa(arch.SM90, "", (DECODE,), method="xqa with 8-bit products"),
-    *_xqa(arch.SM90, "", (VERIFY,)),
+    *_xqa(arch.SM90, "", (DECODE,), method="xqa with 8-bit products", proof=Proof.HARDWARE),
+    *_xqa(arch.SM90, "", (VERIFY,), proof=Proof.HARDWARE),
     *_xqa(arch.SM120, ">=12.8", (DECODE,)),
     *_xqa(arch.SM120, ">=12.8", (DECODE,), **_WIDE),
     *_xqa(arch.SM120, ">=12.8", (VERIFY,)),

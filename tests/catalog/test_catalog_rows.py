@@ -174,7 +174,7 @@ def test_nothing_is_called_proven_that_was_not_run() -> None:
         on_hopper = row.architectures == architectures.SM90
         if [p.distribution for p in row.providers] == ["tokenspeed-fa3"]:
             wanted = Proof.HARDWARE
-        if record.name in ("flashinfer", "flashmla", "flex_attention", "fa4") and on_hopper:
+        if record.name in ("flashinfer", "flashmla", "flex_attention", "fa4", "trtllm_mha") and on_hopper:
             wanted = Proof.HARDWARE
         if record.name == "triton" and row.kinds == (ModelKind.DENSE,):
             wanted = _triton_proof(row)
