@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable
 
 import torch
 
@@ -225,7 +224,7 @@ class AttentionBackend(StepBackend):
         group = known.group
         plain = known.plain and not return_lse and lse_out is None and inputs is None
         if plain and save_kv_cache and k is not None and v is not None:
-            made = known.call(q, k, v, out, plan, self.write_kv)
+            made = known.call(self, q, k, v, out, plan)
             if made is not None:
                 if batch.num_padding_tokens:
                     self._clear_padding(batch, made, None)
@@ -246,7 +245,7 @@ class AttentionBackend(StepBackend):
         stored = self._store(layer, group, k3, v3, plan, save_kv_cache)
         table = plan.tables.get(group.table)
         call = AttentionCall(q3, k3, v3, layer, plan, table, out3, lse, stored, group, inputs, out is None)
-        known.run(call)
+        getattr(self, known.method)(call)
         self._clear_padding(batch, call.out, lse)
         if call.out is not out3:
             result = call.out.reshape(result.shape)
@@ -267,10 +266,12 @@ class AttentionBackend(StepBackend):
             found = self._known_traits[mode] = self.traits(mode)
         return found
 
-    def _runner(self, mode: ForwardMode, layer: AttentionLayer) -> Callable[[AttentionCall], None]:
+    @staticmethod
+    def _method(mode: ForwardMode, layer: AttentionLayer) -> str:
+        """What computes it."""
         if mode is ForwardMode.DECODE and layer.spec.kind is not AttentionKind.ENCODER_ONLY:
-            return self.forward_decode
-        return self.forward_mixed if mode is ForwardMode.MIXED else self.forward_extend
+            return "forward_decode"
+        return "forward_mixed" if mode is ForwardMode.MIXED else "forward_extend"
 
     def _check_plan(self, plan: Plan, batch: ForwardBatch, layer: AttentionLayer) -> KnownLayer:
         key = plan.key
@@ -278,9 +279,9 @@ class AttentionBackend(StepBackend):
             raise another_plan(plan, batch, self.config.name)
         known = self._known_layers.get((layer.layer_id, key.mode))
         if known is None or known.layer is not layer:
-            group, run = self._check_layer(layer, key.mode), self._runner(key.mode, layer)
+            group, method = self._check_layer(layer, key.mode), self._method(key.mode, layer)
             at_once = self.at_once(layer, key.mode, group)
-            known = KnownLayer(layer, key.mode, group, run, self._dtype, at_once)
+            known = KnownLayer(layer, key.mode, group, method, self._dtype, at_once)
             self._known_layers[layer.layer_id, key.mode] = known
         return known
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +15,7 @@ from anyattn.core.call import AttentionCall
 from anyattn.core.spec import AttentionKind
 
 if TYPE_CHECKING:
+    from anyattn.core.contract import AttentionBackend
     from anyattn.core.groups import PlanGroup
     from anyattn.core.layer import AttentionLayer
     from anyattn.core.plan import Plan
@@ -31,37 +32,27 @@ PlainCall = Callable[
 None says that nothing was done, and the ordinary path is to be taken. A backend keeps it, so it must not hold
 that backend (`unheld`): memory of a device would stay until Python looks for cycles.
 """
-Store = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""A layer's slots, k and v."""
-
-
-def _apart(call: Callable[..., _Result]) -> tuple[Callable[..., _Result], Callable[[], object]]:
-    """`function, owner` such that `function(owner(), …)` is `call(…)`; the object of a method isn't held."""
-    if isinstance(call, MethodType):
-        return call.__func__, weakref.ref(call.__self__)
-    return (lambda _, *args: call(*args)), _nobody
-
-
-def _nobody() -> None:
-    """The object of a function."""
 
 
 def unheld(call: Callable[..., _Result]) -> Callable[..., _Result]:
     """`call`, without holding the object that it is a method of: for what that object keeps itself."""
-    function, owner = _apart(call)
+    if not isinstance(call, MethodType):
+        return call
+    function, owner = call.__func__, weakref.ref(call.__self__)
 
     def of_owner(*args: object) -> _Result:
-        return function(owner(), *args)
+        result: _Result = function(owner(), *args)
+        return result
 
     return of_owner
 
 
 @dataclass(slots=True, eq=False)
 class KnownLayer:
-    """A layer that passed the checks of its mode. It doesn't hold the backend that keeps it.
+    """A layer that passed the checks of its mode. It doesn't hold the backend that keeps it, and is given it.
 
     Attributes:
-        group: its plan group in the backend's pool. runner: what computes it, a method of the backend.
+        group: its plan group in the backend's pool. method: what computes it, by the name that it has there.
         plain: it stores keys and values of its own, one per query token, as q, k and v have them.
         at_once: where the adapter has one, what stores and computes plain calls together.
     """
@@ -69,7 +60,7 @@ class KnownLayer:
     layer: AttentionLayer
     mode: ForwardMode
     group: PlanGroup
-    runner: InitVar[Callable[[AttentionCall], None]]
+    method: str
     dtype: torch.dtype
     at_once: PlainCall | None = None
     plain: bool = False
@@ -77,11 +68,8 @@ class KnownLayer:
     num_kv: int = 0
     dim: int = 0
     v_dim: int = 0
-    _compute: Callable[[object, AttentionCall], None] = field(init=False)
-    _owner: Callable[[], object] = field(init=False)
 
-    def __post_init__(self, runner: Callable[[AttentionCall], None]) -> None:
-        self._compute, self._owner = _apart(runner)
+    def __post_init__(self) -> None:
         spec = self.layer.spec
         owns = spec.kv_shared_with is None and spec.kind in (
             AttentionKind.CAUSAL,
@@ -91,10 +79,6 @@ class KnownLayer:
         self.num_q, self.num_kv, self.dim, self.v_dim = (
             spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.v_head_dim
         )  # fmt: skip
-
-    def run(self, call: AttentionCall) -> None:
-        """Write the call's output (and LSE)."""
-        self._compute(self._owner(), call)
 
     def takes(
         self, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
@@ -117,8 +101,8 @@ class KnownLayer:
         )
 
     def call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, plan: Plan,
-        store: Store,
+        self, backend: AttentionBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor | None, plan: Plan,
     ) -> torch.Tensor | None:  # fmt: skip
         """The output of a plain call whose tensors need no reshaping, stored and computed; None: another."""
         group, tokens = self.group, plan.key.num_tokens
@@ -135,7 +119,7 @@ class KnownLayer:
         if out is None:
             out = q.new_empty((tokens, self.num_q, self.v_dim))
         layer, table = self.layer, plan.tables.get(group.table)
-        store(layer, loc, k, v)
+        backend.write_kv(layer, loc, k, v)
         call = AttentionCall(q, k, v, layer, plan, table, out, None, True, group, own_out=own)
-        self._compute(self._owner(), call)
+        getattr(backend, self.method)(call)
         return call.out

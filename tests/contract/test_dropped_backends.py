@@ -22,11 +22,11 @@ import torch._dynamo  # its first import leaves a cycle through the frames of wh
 
 import anyattn
 from anyattn.core.batch import ForwardMode
-from anyattn.core.contract import StepBackend
+from anyattn.core.contract import AttentionBackend, StepBackend
 from anyattn.core.graph.buckets import Buckets
 from anyattn.core.graph.recorder import RecorderPlatform
 from anyattn.core.graph.runner import GraphRunner
-from anyattn.core.known_layer import unheld
+from anyattn.core.known_layer import PlainCall, unheld
 from anyattn.core.mla import MLAMethod, MLAPolicy
 from anyattn.core.spec import MLASpec
 from anyattn.testing.emulators import emulating
@@ -192,8 +192,12 @@ def test_a_method_that_is_unheld() -> None:
 
 
 def test_what_holds_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As backends did: each layer's entry kept a method of the backend that kept it."""
-    monkeypatch.setattr("anyattn.core.known_layer._apart", lambda call: ((lambda _, *x: call(*x)), int))
+    """As backends did: what a layer's entry kept held the backend that kept the entry."""
+
+    def held(self: AttentionBackend, *_: object) -> PlainCall:
+        return lambda *_, _backend=self: None
+
+    monkeypatch.setattr(AttentionBackend, "at_once", held)
     still, _ = left(World(DENSE, torch.float32, backend="torch_native", page_size=4))
     assert "TorchNative" in still
     assert any("torch.uint8" in each for each in still), "the region of its buffers"
