@@ -63,18 +63,15 @@ def run(args: argparse.Namespace) -> int:
     """Plan, run, report.
 
     Raises:
-        UnknownNameError: a backend, check or device nobody knows. ConfigError: a case that can't be.
+        UnknownNameError: a backend, check or device nobody knows. ConfigError: options that can't be.
         SelectionError: the backend doesn't serve this machine.
     """
+    from anyattn.cli.verify_checks import check_options
     from anyattn.cli.verify_graphs import verify_graphs
     from anyattn.cli.verify_latent import serves_latents_alone, verify_latents
     from anyattn.testing.subject import default_device, needs_interpreter
 
-    if args.assume and not args.emulated:
-        raise ConfigError(
-            "--assume verifies nothing by itself", asked=args.assume, allowed="with --emulated",
-            hint="add --emulated, or leave --assume out to verify on this machine",
-        )  # fmt: skip
+    check_options(args)
     device = args.device or ("cpu" if args.emulated else default_device())
     if (
         not args.emulated
@@ -121,10 +118,12 @@ def _open(args: argparse.Namespace, device: str) -> Subject:
 
 
 def _whole(args: argparse.Namespace, device: str) -> int:
+    from anyattn.cli.verify_checks import check_dense
     from anyattn.testing import report
     from anyattn.testing.kit import summarise
     from anyattn.testing.plan import plan_kit, plan_random
 
+    check_dense(args)
     begin = time.perf_counter()
     subject = _open(args, device)
     if args.random is None:

@@ -16,6 +16,7 @@ from anyattn.core.select.pages import kernel_page
 from anyattn.core.select.validate import validate
 from anyattn.errors import SelectionError
 from anyattn.testing.cases import Case
+from anyattn.testing.emulators import EMULATORS
 from anyattn.testing.selecting import facts_of, refuse_broken
 from anyattn.testing.world import case_features
 
@@ -152,11 +153,14 @@ def declared(
     facts = facts_of(device, host)
     rows = tuple(r for r in record.rows if ModelKind.DENSE in r.kinds and r.serves(facts.target))
     if not rows or ModelKind.DENSE not in record.targets:
+        hint = f"`anyattn backends` lists what {facts.target} can run"
+        if host is None and not rows and record.name in EMULATORS:
+            hint = f"--emulated runs it on a stand-in for its library; {hint}"
         raise SelectionError(
             f"{record.name} can't be verified on this host",
             asked=facts.target,
             allowed=_where(record) if not rows else "a backend with an adapter for dense models",
-            hint=f"`anyattn backends` lists what {facts.target} can run",
+            hint=hint,
         )
     # Cases come from the rows of the libraries that are there: others would be refused one by one.
     rows = tuple(row for row in rows if not library_reasons(row, facts)) or rows

@@ -59,12 +59,30 @@ def test_a_failure_exits_1_and_its_line_repeats_it(capsys: pytest.CaptureFixture
         (["torch_native", "--device", "cpu", "--case", "Case(window=-1"], "a case"),
         (["torch_native", "--device", "cpu", "--workers", "0"], "--workers"),
         (["fa3", "--device", "cpu"], "can't be verified"),
+        (["fa3", "--device", "cpu"], "Next: --emulated runs it on a stand-in"),
+        (["fa3", "--emulated", "--assume", "cpu:amx"], "Next: `anyattn backends` lists what cpu:amx can run"),
+        (["torch_native", "--device", "cpu", "--random", "0"], "--random; asked: 0; allowed: >= 1"),
+        (
+            ["torch_native", "--latent", "--device", "cpu", "--cases", "-1"],
+            "--cases; asked: -1; allowed: >= 1",
+        ),
+        (["torch_native", "--device", "cpu", "--cases", "5"], "Next: add --full"),
+        (["torch_native", "--device", "cpu", "--full", "--random", "2", "--cases", "5"], "or --random N"),
         (["torch_native", "--ful"], "--full"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--random", "2"], ["--graphs"], ["--latent"]])
+def test_a_machine_that_is_assumed_runs_nothing(
+    more: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYATTN_ASSUME", "cuda:sm90")
+    assert main(["verify", "torch_native", *more]) == 2
+    assert "Next: unset ANYATTN_ASSUME, or give --emulated --assume cuda:sm90" in capsys.readouterr().err
 
 
 def test_a_case_that_is_not_declared_says_so(capsys: pytest.CaptureFixture[str]) -> None:
