@@ -124,6 +124,12 @@ def _contenders(
     return [c for c in found if options.admits(c.name)], [s for s in skipped if options.admits(s[0])]
 
 
+def names_in(cell: Cell, device: torch.device, options: Options) -> set[str]:
+    """Who would take part in the cell, or be skipped with a reason. Nothing is built."""
+    found, skipped = _contenders(cell, device, options)
+    return {contender.name for contender in found} | {name for name, _ in skipped}
+
+
 Prepared = tuple[Contender, Entrant, float]
 
 

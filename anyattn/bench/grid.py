@@ -33,8 +33,8 @@ def load_grid(kind: str, path: str | Path | None = None) -> list[Cell]:
         text = _shipped() if path is None else Path(path).read_text(encoding="utf-8")
         data = tomllib.loads(text)
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("--grid", asked=path, allowed="a TOML file like data/bench/grid.toml",
-                          hint=str(error)) from error  # fmt: skip
+        raise ConfigError("--grid can't be read", asked=f"{path}: {error}", allowed="a TOML file",
+                          hint="change a copy of anyattn/data/bench/grid.toml") from error  # fmt: skip
     if kind not in data:
         raise UnknownNameError("kind of grid", kind, data)
     cells = [cell for workload, table in data[kind].items() for cell in _workload(workload, table)]

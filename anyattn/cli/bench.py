@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from anyattn.cli.bench_checks import check_options, check_somebody, strangers
+from anyattn.cli.bench_checks import check_admitted, check_options, strangers
 from anyattn.cli.bench_write import add_write_arguments
 from anyattn.errors import ConfigError
 
@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_list(cells, args.json)
         return 0
+    if not args.build_here:
+        check_admitted(cells, device, _options(args, device))
     if args.build_here or args.build_only or args.build:
         _build(args, cells, device)
     return 0 if args.build_here or args.build_only else _measure(args, cells, device)
@@ -216,7 +218,6 @@ def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devi
     except KeyboardInterrupt:
         to_stderr(f"interrupted: {f'{path} has what was timed; --resume goes on' if path else _NOT_KEPT}")
         raise
-    check_somebody(args, document)
     for name in strangers(args, document):
         to_stderr(f"--only {name}: nobody here has that name")
     return _report(args, document, measured=True)

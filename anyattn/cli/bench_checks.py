@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyattn.core.measure.table import load_table
 from anyattn.errors import ConfigError
 
-__all__ = ["check_options", "check_somebody", "strangers"]
+if TYPE_CHECKING:
+    import torch
+
+    from anyattn.bench.cells import Cell
+    from anyattn.bench.engine import Options
+
+__all__ = ["check_admitted", "check_options", "check_somebody", "strangers"]
 
 _AT_LEAST = {"rounds": (2, "a spread takes two samples"), "threads": (1, "leave it out for torch's choice"),
              "build": (1, "leave it out to compile nothing ahead")}  # fmt: skip
@@ -76,6 +84,19 @@ def _check_paths(args: argparse.Namespace) -> None:
             load_table(args.write)  # which must be sound before hours of measuring
 
 
+def check_admitted(cells: Sequence[Cell], device: torch.device, options: Options) -> None:
+    """Raises `ConfigError` if --only and --skip leave nobody in any cell."""
+    from anyattn.bench.engine import names_in
+
+    if not options.only and not options.skip:
+        return
+    everybody = replace(options, only=(), skip=())
+    here = {name for cell in cells for name in names_in(cell, device, everybody)}
+    if here and not any(map(options.admits, here)):
+        allowed = f"names or patterns of {'; '.join(sorted(here))}"
+        raise _nobody(options.only, options.skip, allowed, "leave them out, or choose of those allowed")
+
+
 def strangers(args: argparse.Namespace, document: dict[str, Any]) -> list[str]:
     """Names and patterns of --only that nobody in any cell has: told, since the others' times count."""
     seen = {row["name"] for e in document["cells"] for row in (*e["results"], *e["skipped"])}
@@ -86,8 +107,10 @@ def check_somebody(args: argparse.Namespace, document: dict[str, Any]) -> None:
     """Raises `ConfigError` if --only and --skip left nobody in any cell."""
     cells = document["cells"]
     if (args.only or args.skip) and cells and not any(e["results"] or e["skipped"] for e in cells):
-        asked = f"--only {','.join(args.only) or '(all)'} --skip {','.join(args.skip) or '(nobody)'}"
         hint = "without them, everybody is listed by name"
-        raise ConfigError(
-            "nobody takes part", asked=asked, allowed="names or patterns of who is here", hint=hint
-        )
+        raise _nobody(args.only, args.skip, "names or patterns of who is here", hint)
+
+
+def _nobody(only: Sequence[str], skip: Sequence[str], allowed: str, hint: str) -> ConfigError:
+    asked = f"--only {','.join(only) or '(all)'} --skip {','.join(skip) or '(nobody)'}"
+    return ConfigError("nobody takes part", asked=asked, allowed=allowed, hint=hint)
