@@ -33,6 +33,7 @@ _KINDS = {
     "decision": "a decision (anyattn select --json)",
     "host": "a machine (anyattn doctor --json, or host facts)",
 }
+_HINT = "check the path, or write the file with one of these commands"
 _LONGEST = 20
 
 
@@ -118,7 +119,8 @@ def diff_files(old: str | Path, new: str | Path) -> Diff:
     (kind, a), (other, b) = _read(old), _read(new)
     if kind != other:
         asked = f"{old}: {_KINDS[kind]}; {new}: {_KINDS[other]}"
-        raise ConfigError("files of two kinds", asked=asked, allowed="two of one kind")
+        hint = "give two files that the same command wrote"
+        raise ConfigError("files of two kinds", asked=asked, allowed="two of one kind", hint=hint)
     names = str(old), str(new)
     try:
         if kind == "decision":
@@ -139,7 +141,7 @@ def _read(path: str | Path) -> tuple[str, Any]:
     except (OSError, ValueError) as error:
         allowed = "; ".join(_KINDS.values())
         raise ConfigError(
-            "a file to compare can't be read", asked=f"{path}: {error}", allowed=allowed
+            "a file to compare can't be read", asked=f"{path}: {error}", allowed=allowed, hint=_HINT
         ) from error
     found = data if isinstance(data, dict) else {}
     schemas = dict.fromkeys(READABLE, "table") | {BENCH_SCHEMA: "bench"}
@@ -150,7 +152,8 @@ def _read(path: str | Path) -> tuple[str, Any]:
         kind = "host"
     if kind is None:
         asked = f"{path}: schema {found.get('schema')!r}"
-        raise ConfigError("a file to compare", asked=asked, allowed="; ".join(_KINDS.values()))
+        allowed = "; ".join(_KINDS.values())
+        raise ConfigError("a file to compare", asked=asked, allowed=allowed, hint=_HINT)
     return kind, data
 
 

@@ -179,6 +179,7 @@ def test_other_files_are_refused(text: str, tmp_path: Path, capsys: pytest.Captu
     code, said = run(capsys, str(path), str(path))
     assert code == 2
     assert "a file to compare" in said
+    assert "lists the options" not in said
 
 
 def test_what_does_not_compare_is_refused(save: Save, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +188,7 @@ def test_what_does_not_compare_is_refused(save: Save, capsys: pytest.CaptureFixt
     code, said = run(capsys, save("a", result), save("b", table))
     assert code == 2
     assert "files of two kinds" in said
+    assert "Next: give two files that the same command wrote" in said
     code, said = run(capsys, save("c", bare), save("d", bare), "--fail-on-regression", "5")
     assert code == 2
     assert "two measured tables or bench results" in said

@@ -144,7 +144,7 @@ def load_table(path: str | Path) -> MeasuredTable:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        hint = "ANYATTN_MEASUREMENTS=none ranks without measurements"
+        hint = "name a file that `anyattn bench --write` made; ANYATTN_MEASUREMENTS=none ranks without any"
         raise ConfigError("measured table can't be read", asked=f"{path}: {error}", hint=hint) from error
     return MeasuredTable.from_json(data, Path(path).stem)
 
