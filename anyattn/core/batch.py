@@ -282,6 +282,10 @@ class ForwardBatch:
         made.__dict__.update(self.__dict__, serial=next(_serials), captured_mode=mode)
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: whose vectors are copied one by one, and then lie beside no other."""
+        return {**self.__dict__, "whole": None}
+
 
 _FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial", "whole"}
 _IN_WHOLE = frozenset(("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions"))

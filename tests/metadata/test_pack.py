@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 from eager_steps import CONTEXT, PAGE, REQUESTS, Steps
 
 from anyattn.core.batch import ForwardBatch
+from anyattn.core.graph.buckets import GraphKey
+from anyattn.core.graph.padding import Padder
 from anyattn.core.metadata import pack as module
 from anyattn.core.metadata.pack import Pack
 from anyattn.errors import BatchError
@@ -137,6 +142,25 @@ def test_a_decode_batch_lies_side_by_side(steps: Steps) -> None:
     made.seq_lens[1] = CONTEXT + 1
     assert made.whole[3] == CONTEXT + 1, "the same memory"
     assert steps.compiler._packed(made) is None, "what is uploaded is what was looked at"
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))],
+    ids=["shallow", "deep", "pickled"],
+)
+def test_a_copy_says_what_its_own_vectors_hold(
+    copied: Callable[[ForwardBatch], ForwardBatch], steps: Steps
+) -> None:
+    made = copied(ForwardBatch.decode([3, 1], [5, 9], [9, 8]))
+    made.seq_lens[1] = 10
+    padder = Padder(GraphKey(made.forward_mode, 3, 1), steps.table, 1)
+    assert padder.pad(made, None).seq_lens.tolist() == [5, 10, 1]  # type: ignore[arg-type]
+    pack = steps.compiler._packed(made)
+    assert pack is not None
+    assert pack.wide.tolist() == [3, 1, 5, 10, 1, 1, 9, 8]
+    assert made.exact is not None
+    assert made.exact.seq_lens is made.seq_lens
 
 
 @pytest.mark.parametrize("missing", ["a device", "numpy"])
