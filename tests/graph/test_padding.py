@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from anyattn.core.batch import Exact, ForwardBatch, ForwardMode, UpperBound
+from anyattn.core.graph.admission import example_batch
 from anyattn.core.graph.buckets import GraphKey
 from anyattn.core.graph.padding import Padder
 from anyattn.core.kv.request_table import RequestTable
@@ -113,3 +114,19 @@ def test_padding_that_overlooks(where: str, old: str, new: str) -> None:
     mutant = Mutant(name="padding", where=where, old=old, new=new, names=())
     with applied(mutant), pytest.raises(AssertionError):
         compare()
+
+
+@pytest.mark.parametrize(
+    "scope", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "mode"]
+)
+def test_vectors_are_the_hosts_wherever_a_graph_is_captured(scope: Any) -> None:
+    """Where another device is the default, and in inference mode, whose tensors nobody writes to outside."""
+    with scope():
+        made = padder()
+        empty = made.empty(example_batch(made.key, None))
+    assert empty.seq_lens.is_cpu
+    assert empty.seq_lens.tolist() == [FILL] * BUCKET
+    assert empty.exact is not None
+    assert empty.exact.longest == FILL
+    for given in (batch(2, 0), apart(batch(3, 1))):
+        assert told(made.pad(given, None)) == told(padder().pad(given, None))  # type: ignore[arg-type]

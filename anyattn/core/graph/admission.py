@@ -102,7 +102,7 @@ def _same_buffer(a: VerifyMask, b: VerifyMask) -> bool:
 
 def example_batch(key: GraphKey, mask: VerifyMask | None) -> ForwardBatch:
     """A batch with the fields that every step of the mode has; a tree has positions of its own."""
-    none = torch.zeros(0, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
     return ForwardBatch(
         forward_mode=key.mode,
         req_pool_indices=none,

@@ -81,7 +81,8 @@ class Padder:
 
     def _filled(self, field: _Field) -> torch.Tensor:
         rows = self.key.num_tokens if field.per_token else self.key.num_requests
-        return torch.full((rows,), field.fill, dtype=torch.int64)
+        with torch.inference_mode(False):  # written to inside of it and outside
+            return torch.full((rows,), field.fill, dtype=torch.int64, device="cpu")
 
     def empty(self, example: ForwardBatch) -> ForwardBatch:
         """A batch of padding alone, with the optional fields of `example`, known exactly on the host."""
