@@ -59,8 +59,7 @@ class AttentionBackend(StepBackend):
         self._features = {mode: frozenset(config.row_for(mode).features) for mode in ForwardMode}
         self.owner = next(_owners)
         self.compiler = MetadataCompiler(config.groups, config.form, config.pool, config.table, self.owner)
-        renews = type(self).renews is not AttentionBackend.renews
-        self._eager = EagerPlans(self.compiler, usable=renews)
+        self._eager = EagerPlans(self.compiler, usable=type(self).renews is not AttentionBackend.renews)
         self.mla = MLAPlanner(config.pool.specs, config.row_for, config.table, config.deterministic)
         self._buffers: StepBuffers | None = None
         self._segments: SegmentMetadata | None = None
@@ -291,8 +290,7 @@ class AttentionBackend(StepBackend):
 
     def _check_layer(self, layer: AttentionLayer, mode: ForwardMode) -> PlanGroup:
         """Once per layer and mode: its plan group here is planned, for its heads, with its features."""
-        groups = self.config.groups.max_q_heads
-        group = self.config.groups.locate(layer.plan_group)
+        groups, group = self.config.groups.max_q_heads, self.config.groups.locate(layer.plan_group)
         planned = groups.get(group)
         if planned is None or layer.spec.num_q_heads > planned:
             raise PlanError(
