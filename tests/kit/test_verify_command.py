@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from anyattn.cli.main import main
+from anyattn.testing.emulators import current_host, emulating
 from anyattn.testing.mutants import MUTANTS, applied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,6 @@ def test_a_failure_exits_1_and_its_line_repeats_it(capsys: pytest.CaptureFixture
         (["torch_native", "--device", "cpu", "--workers", "0"], "--workers"),
         (["fa3", "--device", "cpu"], "can't be verified"),
         (["fa3", "--device", "cpu"], "Next: --emulated runs it on a stand-in"),
-        (["fa3", "--emulated", "--assume", "cpu:amx"], "Next: `anyattn backends` lists what cpu:amx can run"),
         (["torch_native", "--device", "cpu", "--random", "0"], "--random; asked: 0; allowed: >= 1"),
         (
             ["torch_native", "--latent", "--device", "cpu", "--cases", "-1"],
@@ -74,6 +74,13 @@ def test_a_failure_exits_1_and_its_line_repeats_it(capsys: pytest.CaptureFixture
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_stand_in_that_does_not_serve_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with emulating("fa3"):  # the command installs stand-ins for its process; this one goes on
+        assert main(["verify", "fa3", "--emulated", "--assume", "cpu:amx"]) == 2
+    assert "Next: `anyattn backends` lists what cpu:amx can run" in capsys.readouterr().err
+    assert current_host() is None
 
 
 @pytest.mark.parametrize("more", [["--random", "2"], ["--graphs"], ["--latent"]])
