@@ -17,7 +17,11 @@ __all__ = ["positional", "repeated"]
 _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 """Dispatch keys of the devices whose kernels are called directly."""
 
-_SEES_MODES = hasattr(torch._C, "_len_torch_dispatch_stack") and hasattr(torch._C, "DispatchKeySet")
+_SEES_MODES = all(
+    hasattr(torch._C, name)
+    for name in ("_len_torch_dispatch_stack", "DispatchKeySet", "_dispatch_has_kernel_for_dispatch_key")
+)
+"""torch has what a direct call is decided by, under the names of 2.11 and 2.13."""
 
 
 def repeated(call: Callable[..., Any], given: Mapping[str, Any]) -> Callable[[], Any]:
