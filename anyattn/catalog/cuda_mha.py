@@ -91,6 +91,8 @@ _XQA_GROUPS = (*range(1, 17), *range(25, 33))
 1 to 7, 10, 12, 14, 16, 28 and 32 heads of one KV head compiled and were right on an H200 (D 128); 20, 24, 40,
 48, 56 and 72 didn't compile. 64 did, up to D 128.
 """
+_XQA_DRAFT_TILE = 32
+"""Rows of a program that verifies (defines.h: M_TILESIZE)."""
 
 
 def _xqa(
@@ -100,14 +102,13 @@ def _xqa(
 
     On SM90 decode over fp8 KV has a kernel of its own, whose products are of 8 bits: queries are rounded.
     """
-    ragged = (Feature.RAGGED_VERIFY,) if phases == (VERIFY,) else ()
     common: dict[str, Any] = {
         "head_dims": HeadDims(minimum=16, maximum=256, multiple=16),
         "group_sizes": _XQA_GROUPS,
         "pages": PageSizes((16, 32, 64, 128)),
         "form": block_table(),
         "layouts": (NHD, HND),
-        "features": (*_FEATURES, *ragged),
+        "features": _FEATURES,
         "host_lengths": 1,
         "graph": 1,
         "method": "xqa",
@@ -126,6 +127,22 @@ def _xqa(
     )
 
 
+def _xqa_verify(architectures: tuple[str, ...], runtime: str, **fields: Any) -> tuple[CapabilityRow, ...]:
+    """Sinks only where a tile of rows begins with a group's first head: `mha.cu` counts heads from the start
+    of each tile, so other groups' drafts got other heads' sinks (15 and 31 heads, H200)."""
+    even = tuple(group for group in _XQA_GROUPS if _XQA_DRAFT_TILE % group == 0)
+    odd = tuple(group for group in _XQA_GROUPS if group not in even)
+    plain = tuple(feature for feature in _FEATURES if feature is not Feature.SINKS)
+    return tuple(
+        row
+        for groups, features in ((even, _FEATURES), (odd, plain))
+        for row in _xqa(
+            architectures, runtime, (VERIFY,), group_sizes=groups,
+            features=(*features, Feature.RAGGED_VERIFY), **fields,
+        )
+    )  # fmt: skip
+
+
 # Larger heads hold their queries in shared memory: no drafts, and groups of 16 at most (jit/xqa.py).
 _WIDE: dict[str, Any] = {
     "head_dims": HeadDims(minimum=272, maximum=512, multiple=16),
@@ -135,13 +152,13 @@ _WIDE: dict[str, Any] = {
 TRTLLM_MHA_ROWS = (
     *_TRTLLM_GEN,
     *_xqa(arch.SM90, "", (DECODE,), method="xqa with 8-bit products", proof=Proof.HARDWARE),
-    *_xqa(arch.SM90, "", (VERIFY,), proof=Proof.HARDWARE),
+    *_xqa_verify(arch.SM90, "", proof=Proof.HARDWARE),
     *_xqa(arch.SM120, ">=12.8", (DECODE,)),
     *_xqa(arch.SM120, ">=12.8", (DECODE,), **_WIDE),
-    *_xqa(arch.SM120, ">=12.8", (VERIFY,)),
+    *_xqa_verify(arch.SM120, ">=12.8"),
     *_xqa(arch.SM121, ">=12.9", (DECODE,)),
     *_xqa(arch.SM121, ">=12.9", (DECODE,), **_WIDE),
-    *_xqa(arch.SM121, ">=12.9", (VERIFY,)),
+    *_xqa_verify(arch.SM121, ">=12.9"),
 )
 
 # --- hpc_ops -----------------------------------------------------------------------------------------

@@ -124,6 +124,20 @@ def test_xqa_needs_zero_semaphores_a_mask_and_its_pages() -> None:
             decode(q, hnd(w), space(), w.table, w.lengths, 64)
 
 
+@pytest.mark.parametrize(("group", "right"), [(2, True), (15, False)])
+def test_xqa_counts_the_heads_of_drafts_from_each_tile(group: int, right: bool) -> None:
+    with emulating("trtllm_mha", "cuda:sm90"):
+        decode = importlib.import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
+        w, q = world(), queries(9, 2 * group, 64, BF16)
+        words = torch.tensor([[1, 0], [3, 0], [7, 0]] * 3, dtype=torch.int32).to(torch.uint16).view(3, 3, 2)
+        sinks = torch.randn(2 * group, generator=torch.Generator().manual_seed(1))
+        out = decode(
+            q, hnd(w), space(), w.table, w.lengths, 64, bmm1_scale=0.125, q_len_per_req=3, mask=words,
+            sinks=sinks,
+        )  # fmt: skip
+        assert close(out, w.expected(q, [3] * 3, sinks=sinks)[0], 1e-2) is right
+
+
 def test_context(sm100: None) -> None:
     context = importlib.import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
     w, rows = world(), [7, 3, 33]

@@ -5,18 +5,20 @@ Block masks are made once a step for each plan group, from the tables; every lay
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from anyattn.backends.portable.flex_blocks import Blocks, Keys, Tiles, block_lists, pages_at, tile_queries
+from anyattn.backends.portable.flex_gather import REACH, Gathered, cells_of, reaches
 from anyattn.backends.portable.flex_kernel import Kernel, Specialisation, block_mask, compiled
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall, step_kind
 from anyattn.core.contract import AttentionBackend, BackendConfig
 from anyattn.core.groups import PlanGroup
 from anyattn.core.kv.pools.mha import MHAPool
-from anyattn.core.kv.scales import KVScale, dequantize
 from anyattn.core.plan import Plan, Table
 from anyattn.core.spec import AttentionKind
 from anyattn.core.state import AttentionState
@@ -29,31 +31,26 @@ _TILE = 128
 """Query rows of a tile, and keys of a block of gathered KV: FlexAttention's own default."""
 _FEW = 16
 """Rows of a block that heads of a group fill where there are no more of them."""
+_PART = 16384
+"""Keys of a request that a call reads at most; more take several, merged by their log-sum-exp. Sums of
+131,072 keys in float32, one after the other, were off by 1.5e-5 (H200); and gathered keys take memory.
+"""
 
 
 @dataclass(frozen=True, eq=False)
-class _Gathered:
-    """Keys of B requests side by side, `width` cells each.
+class _Part:
+    """Some keys of each request; `gathered`: where they come from, None for paged ones."""
 
-    Attributes:
-        slots: `[B * W]`, 0 in cells without a key. live: bool `[B * W, 1, 1]`, cells with one.
-        own, tokens: cells `[n]` of this step's keys, and the tokens `[n]` that they are of.
-    """
-
-    width: int
-    slots: torch.Tensor
-    live: torch.Tensor
-    own: torch.Tensor
-    tokens: torch.Tensor
+    blocks: Blocks
+    gathered: Gathered | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """One plan group in one step; `gathered`: where its keys come from, None for paged ones."""
+    """One plan group in one step: a call of the kernel for each part of its keys."""
 
-    blocks: Blocks
+    parts: tuple[_Part, ...]
     q_block: int
-    gathered: _Gathered | None
 
 
 @dataclass(eq=False)
@@ -66,7 +63,7 @@ class _Step:
 
 class FlexAttention(AttentionBackend):
     """Paged where the table lists pages of at least 16 slots (NHD: storage is one long row of keys);
-    gathered where it lists slots.
+    gathered where it lists slots, and where the kernel's offsets don't reach all of a layer's storage.
     """
 
     def __init__(self, config: BackendConfig) -> None:
@@ -80,7 +77,9 @@ class FlexAttention(AttentionBackend):
                 hint="another backend for latent layers",
             )
         self._page = config.form.kernel_page
-        self._paged = self._page > 1
+        layers = [i for i, spec in enumerate(self.pool.specs) if spec.kind is not AttentionKind.ENCODER_ONLY]
+        caches = (cache(i) for i in layers for cache in (self.pool.key_cache, self.pool.value_cache))
+        self._paged = self._page > 1 and reaches(caches)
         cpu = self.pool.device.type == "cpu"
         # Without fused kernels the scores of half-precision inputs would be rounded to it.
         self._compute = torch.float32 if cpu else config.dtype
@@ -88,9 +87,8 @@ class FlexAttention(AttentionBackend):
         self._least = 1 if cpu else 2
         self._scales: dict[tuple[PlanGroup, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._num_pages = {
-            config.groups.locate(PlanGroup.of(spec)): self._pages_of(layer)
-            for layer, spec in enumerate(self.pool.specs)
-            if spec.kind is not AttentionKind.ENCODER_ONLY
+            config.groups.locate(PlanGroup.of(self.pool.specs[layer])): self._pages_of(layer)
+            for layer in layers
         }
 
     def traits(self, mode: ForwardMode) -> Traits:
@@ -121,28 +119,34 @@ class FlexAttention(AttentionBackend):
         self.forward_extend(call)
 
     def forward_extend(self, call: AttentionCall) -> None:
-        """One call of the compiled kernel; sinks are counted behind it."""
+        """One call of the compiled kernel for each part of the keys; sinks are counted behind them."""
         step: _Step = call.plan.private
         if step.tiles is None:
             _no_keys(call)
             return
         group = step.groups[call.group]
         q = self._queries(call, step.tiles)
-        k, v = self._keys(call, step.tiles, group)
-        lengths = (q.shape[2], k.shape[2])
-        mask = block_mask(group.blocks, (group.q_block, self._kv_block()), lengths)
-        out, lse = self._kernel(q, k, v, call.group, group)(
-            q, k, v, mask, *self._numbers(call.group, q.shape[1])
-        )
-        spec = call.layer.spec
-        if step.tiles.pack is None:  # heads of a group are rows: already in order
-            out, lse = (x.reshape(-1, spec.num_q_heads, *x.shape[3:])[: call.q.shape[0]] for x in (out, lse))
-        else:
-            out, lse = step.tiles.join(out.transpose(1, 2)), step.tiles.join(lse.transpose(1, 2))
-        state = AttentionState(out, lse.float()).finalise(call.layer.sinks)
+        states = (self._state(call, step.tiles, group.q_block, q, part) for part in group.parts)
+        state = functools.reduce(AttentionState.merge, states).finalise(call.layer.sinks)
         call.out.copy_(state.out)
         if call.lse is not None:
             call.lse.copy_(state.lse)
+
+    def _state(
+        self, call: AttentionCall, tiles: Tiles, q_block: int, q: torch.Tensor, part: _Part
+    ) -> AttentionState:
+        """Over one part of the keys; float32 where it's one of several."""
+        k, v = self._keys(call, tiles, part.gathered)
+        mask = block_mask(part.blocks, (q_block, self._kv_block()), (q.shape[2], k.shape[2]))
+        kernel = self._kernel(q, k, v, call.group, q_block)
+        out, lse = kernel(q, k, v, mask, *self._numbers(call.group, q.shape[1]))
+        if tiles.pack is None:  # heads of a group are rows: already in order
+            heads = call.layer.spec.num_q_heads
+            out, lse = (x.reshape(-1, heads, *x.shape[3:])[: call.q.shape[0]] for x in (out, lse))
+        else:
+            out, lse = tiles.join(out.transpose(1, 2)), tiles.join(lse.transpose(1, 2))
+        single = len(call.plan.private.groups[call.group].parts) == 1
+        return AttentionState(out if single else out.float(), lse.float())
 
     # -- planning ------------------------------------------------------------------------------------
 
@@ -163,54 +167,50 @@ class FlexAttention(AttentionBackend):
 
     def _masked(self, plan: Plan, group: PlanGroup, tiles: Tiles, table: Table | None) -> _Group:
         kind = step_kind(group.table.kind, plan.key.mode, plan.mask_cells is not None)
-        width, heads, q_block = 0, 1, _TILE
+        heads, q_block = 1, _TILE
         if tiles.pack is None:  # its rows are the heads of a group: all in one block
             heads = self.config.groups.max_q_heads[group] // group.num_kv_heads
             q_block = _FEW if heads <= _FEW else -(-heads // _TILE) * _TILE
-        prefix = plan.prefix_lens
+
+        def blocks(prefix: torch.Tensor, keys: Keys) -> Blocks:
+            return block_lists(tiles, prefix, keys, kind, group.table.window, q_block, heads)
+
         if table is None:  # encoder-only: the keys are the step's own, packed as its queries are
-            prefix = torch.zeros_like(prefix)
-            keys = Keys(prefix, plan.extend_lens, _TILE, -(-tiles.rows // _TILE))
-        elif self._paged:
-            pages = pages_at(table.blocks, table.kv_start, table.kv_lens, self._page, self._num_pages[group])
-            width = table.blocks.shape[1]
-            keys = Keys(table.kv_start, plan.seq_lens, self._page, width, table.blocks, pages)
-        else:
-            width = self._width(plan, group.table.window)
-            keys = Keys(table.kv_start, plan.seq_lens, _TILE, -(-width // _TILE))
-        blocks = block_lists(tiles, prefix, keys, kind, group.table.window, q_block, heads)
-        gathered = None
-        if table is not None and not self._paged:
-            gathered = self._cells(plan, table, width)
-        return _Group(blocks, q_block, gathered)
+            none = torch.zeros_like(plan.prefix_lens)
+            keys = Keys(none, plan.extend_lens, _TILE, -(-tiles.rows // _TILE))
+            return _Group((_Part(blocks(none, keys)),), q_block)
+        parts = self._paged_parts if self._paged else self._gathered_parts
+        return _Group(
+            tuple(_Part(blocks(plan.prefix_lens, keys), cells) for keys, cells in parts(plan, group, table)),
+            q_block,
+        )
 
-    @staticmethod
-    def _width(plan: Plan, window: int | None) -> int:
-        """Bound of the keys that a table lists for a request, in steps of 16."""
-        most = plan.max_kv_len
+    def _paged_parts(
+        self, plan: Plan, group: PlanGroup, table: Table
+    ) -> Iterator[tuple[Keys, Gathered | None]]:
+        page, width = self._page, table.blocks.shape[1]
+        pages = pages_at(table.blocks, table.kv_start, table.kv_lens, page, self._num_pages[group])
+        for first in range(0, width, _PART // page):
+            listed = table.blocks[:, first : first + _PART // page]
+            start, end = _span(plan, table, first * page, listed.shape[1] * page)
+            yield Keys(start, end, page, listed.shape[1], listed, pages), None
+
+    def _gathered_parts(
+        self, plan: Plan, group: PlanGroup, table: Table
+    ) -> Iterator[tuple[Keys, Gathered | None]]:
+        """Fewer keys a part where the kernel's offsets would not reach all of a layer's."""
+        most, window = plan.max_kv_len, group.table.window
         if window is not None:
-            most = min(most, plan.max_q_len + window - 1)
-        return max(1, -(-most // 16)) * 16
-
-    def _cells(self, plan: Plan, table: Table, width: int) -> _Gathered:
-        """The table's slots as `[B, W]`, and where this step's tokens stand among them."""
-        indptr, indices = table.csr
-        column = torch.arange(width, device=self.pool.device, dtype=torch.int32)[None, :]
-        spare = (0, max(0, self._least - table.kv_lens.shape[0]))
-        lens, first = (torch.nn.functional.pad(x, spare)[:, None] for x in (table.kv_lens, indptr[:-1]))
-        live = column < lens
-        at = torch.where(live, first + column, torch.zeros_like(column))
-        slots = torch.where(live, indices[at], torch.zeros_like(indices[:1]))
-        return _Gathered(width, slots.view(-1), live.view(-1, 1, 1), *self._own_cells(plan, table, width))
-
-    def _own_cells(self, plan: Plan, table: Table, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cells `[n]` of this step's tokens in the gathered rows, and the tokens `[n]` that belong there."""
-        token = torch.arange(plan.key.num_tokens, device=self.pool.device)
-        row = torch.searchsorted(plan.query_offsets[1:], token.int(), right=True)
-        real = plan.key.num_tokens - plan.batch.num_padding_tokens
-        token, row = token[:real], row[:real]
-        column = plan.prefix_lens[row] - table.kv_start[row] + (token - plan.query_offsets[row])
-        return row * width + column, token
+            most = min(most, plan.max_q_len + window - 1 + (self._page - 1))  # from a page's first key
+        width = max(1, -(-most // 16)) * 16
+        cell = max(s.num_kv_heads * max(s.head_dim, s.v_head_dim) for s in self.pool.specs)
+        requests = max(self._least, plan.key.num_requests)
+        step = max(16, min(_PART, REACH // (requests * cell) // 16 * 16))
+        for first in range(0, width, step):
+            part = min(step, width - first)
+            start, end = _span(plan, table, first, part)
+            cells = cells_of(plan, table, self._page, first, part, self._least)
+            yield Keys(start, end, _TILE, -(-part // _TILE)), cells
 
     def _pages_of(self, layer_id: int) -> int:
         pool = self.pool
@@ -223,10 +223,10 @@ class FlexAttention(AttentionBackend):
         return self._page if self._paged else _TILE
 
     def _kernel(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan_group: PlanGroup, group: _Group
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: PlanGroup, q_block: int
     ) -> Kernel:
         shape = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-        capped, blocks = plan_group.logit_cap is not None, (group.q_block, self._kv_block())
+        capped, blocks = group.logit_cap is not None, (q_block, self._kv_block())
         return compiled(Specialisation(shape, q.dtype, capped, self._paged, q.device.type, blocks))
 
     def _numbers(self, group: PlanGroup, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -249,40 +249,35 @@ class FlexAttention(AttentionBackend):
             return q.view(q.shape[0], spec.num_kv_heads, spec.group_size, q.shape[2])
         return tiles.split(q).transpose(1, 2)
 
-    def _keys(self, call: AttentionCall, tiles: Tiles, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(
+        self, call: AttentionCall, tiles: Tiles, cells: Gathered | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[1, Hkv, S, D]` views of the pool, or `[B, Hkv, W, D]` gathered."""
         pool, layer_id = self.pool, call.layer.layer_id
         assert isinstance(pool, MHAPool)
-        if self._paged:
-            caches = pool.key_cache(layer_id), pool.value_cache(layer_id)
-            k, v = (c.view(-1, *c.shape[2:]).transpose(0, 1)[None] for c in caches)
-            return k, v
         if call.table is None:
             assert call.k is not None
             assert call.v is not None
             k, v = (tiles.split(x.to(self._compute)).transpose(1, 2) for x in (call.k, call.v))
             return k, v
-        cells = group.gathered
-        assert cells is not None
+        if cells is None:
+            caches = pool.key_cache(layer_id), pool.value_cache(layer_id)
+            k, v = (c.view(-1, *c.shape[2:]).transpose(0, 1)[None] for c in caches)
+            return k, v
         given = (None, None) if call.stored else (call.k, call.v)
         k, v = (
-            self._gathered(stored, scale, own, cells)
+            cells.rows(stored, scale, own, self._compute)
             for stored, scale, own in zip(
                 pool.gather(layer_id, cells.slots), pool.scales(layer_id), given, strict=True
             )
         )
         return k, v
 
-    def _gathered(
-        self, stored: torch.Tensor, scale: KVScale, own: torch.Tensor | None, cells: _Gathered
-    ) -> torch.Tensor:
-        """`[B, Hkv, W, D]`: zero where no key stands, this step's own where they aren't stored."""
-        plain = scale.is_one and stored.dtype == self._compute
-        rows = stored if plain else dequantize(stored, scale)
-        kept = rows.masked_fill(~cells.live, 0.0).to(self._compute)
-        if own is not None:
-            kept[cells.own] = own[cells.tokens].to(self._compute)
-        return kept.view(-1, cells.width, *stored.shape[1:]).transpose(1, 2)
+
+def _span(plan: Plan, table: Table, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the `first` listed key of a part, and of the end, `[B]`."""
+    start = table.kv_start + first
+    return start, torch.minimum(plan.seq_lens, start + width)
 
 
 def _no_keys(call: AttentionCall) -> None:

@@ -180,6 +180,7 @@ def mask_mod(
         position = position.expand(-1, heads)
     start, end = (x[tiles.request][:, None] for x in (keys.start, keys.end))
     low = torch.zeros_like(position) if window is None else position - (window - 1)
+    low = torch.maximum(low, start)
     high = end.expand_as(position)
     if kind is AttentionKind.CAUSAL:
         high = torch.minimum(high, position + 1)

@@ -106,7 +106,7 @@ def attend_blocks(
     causal: bool = True, sinks: torch.Tensor | None = None, masks: list[torch.Tensor] | None = None,
 ) -> Result:  # fmt: skip
     """Every request's queries, right-aligned at the end of its keys; `masks` say which of the step's own
-    keys a row sees, in place of the causal rule."""
+    keys a row sees, in place of the causal rule; `sinks`: `[Hq]`, or `[T, Hq]` where rows have their own."""
     shape = (*q.shape[:2], blocks.v.shape[-1])
     out = torch.full(shape, math.nan, dtype=torch.float64)
     lse = torch.full(q.shape[:2], math.nan, dtype=torch.float64)
@@ -122,7 +122,8 @@ def attend_blocks(
         tail = torch.zeros(k.shape[0], dtype=torch.bool)
         tail[length:] = True
         v = torch.where((seen.any(0) | tail)[:, None, None], v, 0.0)
-        rows = softmax.attend(q[start:stop], k, v, seen, scale=scale, sinks=sinks, poisoned=True)
+        own = sinks if sinks is None or sinks.ndim == 1 else sinks[start:stop]
+        rows = softmax.attend(q[start:stop], k, v, seen, scale=scale, sinks=own, poisoned=True)
         out[start:stop], lse[start:stop] = rows
     return Result(out, lse)
 

@@ -35,6 +35,7 @@ __all__ = [
 
 _SEMAPHORES = 8 << 20  # bytes of XQA's workspace that must be zero
 _XQA_PAGES = (16, 32, 64, 128)
+_XQA_TILE = 32  # rows of a program, of all tokens and heads of a group (defines.h: M_TILESIZE)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -193,8 +194,9 @@ def xqa_batch_decode_with_kv_cache(
     q_len = int(q_len_per_req or 1)
     spans = _xqa_spans(query, seq_lens, q_len, q_cu_seq_lens)
     softmax.check(len(spans) == len(seq_lens) == block_tables.shape[0], "batch sizes disagree")
-    masks = None
+    masks, tails = None, _sinks(sinks)
     if q_len > 1:
+        tails = _tiled(tails, query, spans, query.shape[1] // k.shape[2])
         assert mask is not None, "Mask is required for speculative decoding"
         rows = mask.reshape(query.shape[0], -1)
         masks = [_draft_mask(rows[start:stop], q_len)[:, : stop - start] for start, stop in spans]
@@ -207,7 +209,7 @@ def xqa_batch_decode_with_kv_cache(
         queries = queries.to(FP8[0]).to(query.dtype)
     result = attend_blocks(
         queries, spans, Blocks(k, v, block_tables, seq_lens, width),
-        scale, left=window_left, sinks=_sinks(sinks), masks=masks,
+        scale, left=window_left, sinks=tails, masks=masks,
     )  # fmt: skip
     _bound_queries(result, spans, q_len)
     if bool(workspace_buffer.view(torch.uint8)[:_SEMAPHORES].any()):
@@ -242,6 +244,19 @@ def _xqa_spans(
     assert cum.is_contiguous(), "q_cu_seq_lens must be a contiguous 1-D tensor"
     assert cum.numel() == seq_lens.shape[0] + 1, "q_cu_seq_lens must have batch_size + 1 entries"
     return softmax.offsets(cum)
+
+
+def _tiled(
+    sinks: torch.Tensor | None, query: torch.Tensor, spans: list[tuple[int, int]], group: int
+) -> torch.Tensor | None:  # fmt: skip
+    """Sinks `[T, Hq]` as drafts get them: `mha.cu` counts heads from the start of each tile of rows, which is
+    the head's own number only where tiles begin with the first head (or there is only one)."""
+    if sinks is None:
+        return None
+    row = torch.cat([torch.arange((stop - start) * group).view(-1, group) for start, stop in spans])
+    head = row % _XQA_TILE % group
+    first = torch.arange(0, query.shape[1], group)[None, :, None]
+    return sinks[first + head[:, None, :]].reshape(row.shape[0], query.shape[1])
 
 
 def _draft_mask(rows: torch.Tensor, q_len: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def attend(
     Args:
         q: `[n, Hq, D]`; k: `[m, Hkv, D]`; v: `[m, Hkv, Dv]`, KV heads shared by consecutive query heads.
         seen: bool `[n, m]`. scale: of q.k, one number or `[Hq]`. cap: `cap * tanh(s / cap)`; 0 is none.
-        sinks: `[Hq]` logits without values.
+        sinks: logits without values, `[Hq]`, or `[n, Hq]` where rows have their own.
         poisoned: weights of 0 still multiply V, as where a kernel loads whole tiles: NaN in a row of V that
             nobody sees comes out.
 
@@ -87,7 +87,8 @@ def attend(
     logits = logits.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(logits, dim=2)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(torch.float64)[:, None])
+        own = sinks.to(torch.float64)
+        lse = torch.logaddexp(lse, own[:, None] if own.ndim == 1 else own.T)
     weights = torch.exp(logits - torch.where(torch.isneginf(lse), 0.0, lse)[:, :, None])
     out = torch.einsum("kgnm,mkd->nkgd", weights.view(k.shape[1], group, rows, k.shape[0]), v)
     return out.reshape(rows, heads, v.shape[2]), lse.T

@@ -12,7 +12,7 @@ import torch
 
 import anyattn
 from anyattn.backends.cuda.trtllm_layers import chain_mask
-from anyattn.errors import BackendBuildError
+from anyattn.errors import BackendBuildError, SelectionError
 from anyattn.testing.builder import build_step
 from anyattn.testing.cases import Case
 from anyattn.testing.emulators import emulating
@@ -200,3 +200,25 @@ def test_an_older_flashinfer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(BackendBuildError, match="no xqa_batch_decode"):
                 _world("xqa")
         assert decode.xqa_batch_decode_with_kv_cache is original
+
+
+@pytest.mark.parametrize("group", [1, 8, 16, 32])
+def test_drafts_of_several_tiles_have_their_heads_sinks(group: int) -> None:
+    with emulating("trtllm_mha", _HOSTS["xqa"]):
+        _run(_drafts(group))
+
+
+@pytest.mark.parametrize("group", [3, 15, 31])
+def test_sinks_of_drafts_are_refused_where_tiles_begin_within_a_group(group: int) -> None:
+    with (
+        emulating("trtllm_mha", _HOSTS["xqa"]),
+        pytest.raises(
+            SelectionError, match=f"asked {group} query heads per KV head, allowed 1, 2, 4, 8, 16, 32"
+        ),
+    ):
+        _drafts(group)
+
+
+def _drafts(group: int) -> World:
+    fields = {"prefix_lens": (59, 17), "extend_lens": (6, 5), "num_q_heads": group, "num_kv_heads": 1}
+    return _world("xqa", mode="verify", sinks=True, seed=7, **fields)
