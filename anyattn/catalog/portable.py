@@ -196,8 +196,7 @@ def _flex(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
     return tuple(part for row in rows for part in by_proof(row, {"cuda:sm90": Proof.HARDWARE}, row.proof))
 
 
-# 72 query heads of a KV head ended the process in decode (torch 2.11, Triton 3.6, H200).
-_FLEX_GROUPS = tuple(range(1, 65))
+_FLEX_GROUPS = tuple(range(1, 129))  # heads of a group are rows of one block of the mask in decode
 
 _FLEX_PAGED: dict[str, Any] = {
     "architectures": arch.CUDA,

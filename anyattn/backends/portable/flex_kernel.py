@@ -4,6 +4,11 @@ Whatever a kernel can read from a tensor isn't baked into it: positions that bou
 Sizes are symbols that stand for themselves: torch takes two that happen to be equal for one (four requests
 and four heads), and compiles again when they aren't. Sizes of one are avoided by `flex_blocks`.
 
+What is compiled isn't kept for other processes. Torch finds a kept kernel again by one expression of its
+guards, joined by `and` without parentheses. FlexAttention's own guard on batch sizes has an `or`, and behind
+it blocks and tiles no longer count: with as many batches of keys as of queries a kernel for blocks of 16 rows
+was taken for blocks of 128, and read past the lists' ends (torch 2.11 to 2.13; docs/h200.md).
+
 On CUDA the compiler writes a Triton kernel. On a CPU it writes none that returns the LSE (torch 2.13),
 takes 11 to 28 s of C++ for each variant, and gave NaN for paged masks in some runs; so there the same graph
 runs eagerly, its scores spelled out.
@@ -33,6 +38,7 @@ Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _COMPILING = threading.RLock()
 _SYMBOLS: Any = symbols
+_KEEP_NONE = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,10 @@ def compiled(spec: Specialisation) -> Kernel:
     own = types.FunctionType(
         run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__
     )
-    backend = "eager" if spec.device == "cpu" else "inductor"
-    result: Kernel = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
+    how: dict[str, Any] = {"backend": "inductor", "options": _KEEP_NONE}
+    if spec.device == "cpu":
+        how = {"backend": "eager"}
+    result: Kernel = torch.compile(own, fullgraph=True, dynamic=True, **how)
 
     def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with _COMPILING, _SYMBOLS.patch(use_duck_shape=False):
@@ -86,11 +94,7 @@ def compiled(spec: Specialisation) -> Kernel:
 
 
 def kernel_options(spec: Specialisation) -> dict[str, Any] | None:
-    """Tiles that divide the mask's blocks. No split-KV kernel: it compiles for each batch size.
-
-    One stage: with keys copied a stage ahead a decode of 64 heads ended in an illegal address on an H200, in
-    long lists of cases and never alone (docs/h200.md).
-    """
+    """Tiles that divide the mask's blocks. No split-KV kernel: it compiles for each batch size."""
     if spec.device == "cpu":
         return None
     q_block, kv_block = spec.blocks
@@ -101,7 +105,7 @@ def kernel_options(spec: Specialisation) -> dict[str, Any] | None:
         "BLOCK_M": min(q_block, 32 if large else 64),
         "BLOCK_N": min(kv_block, 16 if large else 32 if wide or four_bytes else 64),
         "num_warps": 4,
-        "num_stages": 1,
+        "num_stages": 1 if large else 2,
     }
 
 
