@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.command import device_here
 from anyattn.bench.harness.report import device_name, versions
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.inflight import InFlight
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a request's prompt")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--backend", help="default: the choice of anyattn.select")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
     device = torch.device(args.device)

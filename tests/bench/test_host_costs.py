@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyattn.testing.emulators import emulating
-from benchmarks import host_cost, metadata_cost
+from benchmarks import decode_profile, flashinfer_variants, graph_engine, graph_step, host_cost, metadata_cost
 from benchmarks.direct import RECIPES, NoRecipe, Shape, Stage
 from benchmarks.host_cost import Cost, HostTimer, check_alike
 from benchmarks.metadata_cost import Preparation
@@ -146,3 +146,21 @@ def test_unknown_backends(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         host_cost.main(["--backends", "flashinfre"])
     assert "did you mean 'flashinfer'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "action"),
+    [
+        (host_cost.main, []), (metadata_cost.main, []), (graph_step.main, []), (graph_engine.main, []),
+        (decode_profile.main, []), (flashinfer_variants.main, ["build"]),
+    ],
+)  # fmt: skip
+def test_a_device_that_is_not_here_is_told(
+    main: Callable[[list[str]], int], action: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*action, "--device", "npu:7"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "asked: npu:7" in said
+    assert "Next: " in said

@@ -8,13 +8,24 @@ import torch
 
 from anyattn.bench.harness.measure import Settings
 from anyattn.bench.harness.report import Report
+from anyattn.detect.host import detect_host
+from anyattn.errors import ConfigError
 
-__all__ = ["add_arguments", "emit", "settings_of"]
+__all__ = ["add_arguments", "device_here", "emit", "settings_of"]
+
+
+def device_here(text: str) -> str:
+    """Type of `--device`: a torch device that is here. Its errors say what is, and what to install."""
+    try:
+        detect_host(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 9) -> None:
     """`--device --rounds --threads --graph --json`."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=rounds, help="samples of each candidate")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's choice)")
     parser.add_argument("--graph", action="store_true", help="time CUDA-graph replays")
