@@ -129,13 +129,15 @@ def _xqa(
 
 def _xqa_verify(architectures: tuple[str, ...], runtime: str, **fields: Any) -> tuple[CapabilityRow, ...]:
     """Sinks only where a tile of rows begins with a group's first head: `mha.cu` counts heads from the start
-    of each tile, so other groups' drafts got other heads' sinks (15 and 31 heads, H200)."""
+    of each tile, so other groups' drafts got other heads' sinks (15 and 31 heads, H200).
+
+    The row without sinks is for all groups and comes first: sinks, not heads, are what is refused to others.
+    """
     even = tuple(group for group in _XQA_GROUPS if _XQA_DRAFT_TILE % group == 0)
-    odd = tuple(group for group in _XQA_GROUPS if group not in even)
     plain = tuple(feature for feature in _FEATURES if feature is not Feature.SINKS)
     return tuple(
         row
-        for groups, features in ((even, _FEATURES), (odd, plain))
+        for groups, features in ((_XQA_GROUPS, plain), (even, _FEATURES))
         for row in _xqa(
             architectures, runtime, (VERIFY,), group_sizes=groups,
             features=(*features, Feature.RAGGED_VERIFY), **fields,

@@ -208,17 +208,35 @@ def test_drafts_of_several_tiles_have_their_heads_sinks(group: int) -> None:
         _run(_drafts(group))
 
 
-@pytest.mark.parametrize("group", [3, 15, 31])
-def test_sinks_of_drafts_are_refused_where_tiles_begin_within_a_group(group: int) -> None:
-    with (
-        emulating("trtllm_mha", _HOSTS["xqa"]),
-        pytest.raises(
-            SelectionError, match=f"asked {group} query heads per KV head, allowed 1, 2, 4, 8, 16, 32"
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        *(
+            (group, "asked sinks, allowed custom_scale, kv_scales, ragged_verify, window")
+            for group in (3, 15, 31)
         ),
-    ):
+        (20, "asked 20 query heads per KV head, allowed 1, 2, 4, 8, 16, 32"),
+    ],
+)
+def test_sinks_of_drafts_are_refused_where_tiles_begin_within_a_group(group: int, reason: str) -> None:
+    with emulating("trtllm_mha", _HOSTS["xqa"]), pytest.raises(SelectionError, match=reason):
         _drafts(group)
 
 
-def _drafts(group: int) -> World:
+def test_drafts_without_sinks_name_every_group_that_would_do() -> None:
+    with (
+        emulating("trtllm_mha", _HOSTS["xqa"]),
+        pytest.raises(SelectionError, match="asked 20 query heads per KV head, allowed 1, 2, 3, 4, 5, "),
+    ):
+        _drafts(20, sinks=False)
+
+
+@pytest.mark.parametrize("group", [3, 15])
+def test_drafts_without_sinks_may_have_any_group(group: int) -> None:
+    with emulating("trtllm_mha", _HOSTS["xqa"]):
+        _run(_drafts(group, sinks=False))
+
+
+def _drafts(group: int, *, sinks: bool = True) -> World:
     fields = {"prefix_lens": (59, 17), "extend_lens": (6, 5), "num_q_heads": group, "num_kv_heads": 1}
-    return _world("xqa", mode="verify", sinks=True, seed=7, **fields)
+    return _world("xqa", mode="verify", sinks=sinks, seed=7, **fields)
