@@ -37,12 +37,17 @@ _PART = 16384
 """
 
 
+_Keys = tuple[Keys, Gathered | slice | None]
+"""Keys of a part, and `_Part.source`."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Some keys of each request; `gathered`: where they come from, None for paged ones."""
+    """Some keys of each request, and where they come from: None for paged ones, columns of the tiles where
+    the keys are the step's own."""
 
     blocks: Blocks
-    gathered: Gathered | None = None
+    source: Gathered | slice | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +141,7 @@ class FlexAttention(AttentionBackend):
         self, call: AttentionCall, tiles: Tiles, q_block: int, q: torch.Tensor, part: _Part
     ) -> AttentionState:
         """Over one part of the keys; float32 where it's one of several."""
-        k, v = self._keys(call, tiles, part.gathered)
+        k, v = self._keys(call, tiles, part.source)
         mask = block_mask(part.blocks, (q_block, self._kv_block()), (q.shape[2], k.shape[2]))
         kernel = self._kernel(q, k, v, call.group, q_block)
         out, lse = kernel(q, k, v, mask, *self._numbers(call.group, q.shape[1]))
@@ -172,22 +177,21 @@ class FlexAttention(AttentionBackend):
             heads = self.config.groups.max_q_heads[group] // group.num_kv_heads
             q_block = _FEW if heads <= _FEW else -(-heads // _TILE) * _TILE
 
-        def blocks(prefix: torch.Tensor, keys: Keys) -> Blocks:
+        def blocks(keys: Keys) -> Blocks:
             return block_lists(tiles, prefix, keys, kind, group.table.window, q_block, heads)
 
-        if table is None:  # encoder-only: the keys are the step's own, packed as its queries are
-            none = torch.zeros_like(plan.prefix_lens)
-            keys = Keys(none, plan.extend_lens, _TILE, -(-tiles.rows // _TILE))
-            return _Group((_Part(blocks(none, keys)),), q_block)
-        parts = self._paged_parts if self._paged else self._gathered_parts
-        return _Group(
-            tuple(_Part(blocks(plan.prefix_lens, keys), cells) for keys, cells in parts(plan, group, table)),
-            q_block,
-        )
+        # Encoder-only keys are the step's own, whatever was before it.
+        prefix = plan.prefix_lens if table is not None else torch.zeros_like(plan.prefix_lens)
+        parts = self._parts(plan, group, tiles, table)
+        return _Group(tuple(_Part(blocks(keys), source) for keys, source in parts), q_block)
 
-    def _paged_parts(
-        self, plan: Plan, group: PlanGroup, table: Table
-    ) -> Iterator[tuple[Keys, Gathered | None]]:
+    def _parts(self, plan: Plan, group: PlanGroup, tiles: Tiles, table: Table | None) -> Iterator[_Keys]:
+        if table is None:
+            return _own_parts(plan, tiles)
+        found = self._paged_parts if self._paged else self._gathered_parts
+        return found(plan, group, table)
+
+    def _paged_parts(self, plan: Plan, group: PlanGroup, table: Table) -> Iterator[_Keys]:
         page, width = self._page, table.blocks.shape[1]
         pages = pages_at(table.blocks, table.kv_start, table.kv_lens, page, self._num_pages[group])
         for first in range(0, width, _PART // page):
@@ -195,9 +199,7 @@ class FlexAttention(AttentionBackend):
             start, end = _span(plan, table, first * page, listed.shape[1] * page)
             yield Keys(start, end, page, listed.shape[1], listed, pages), None
 
-    def _gathered_parts(
-        self, plan: Plan, group: PlanGroup, table: Table
-    ) -> Iterator[tuple[Keys, Gathered | None]]:
+    def _gathered_parts(self, plan: Plan, group: PlanGroup, table: Table) -> Iterator[_Keys]:
         """Fewer keys a part where the kernel's offsets would not reach all of a layer's."""
         most, window = plan.max_kv_len, group.table.window
         if window is not None:
@@ -250,28 +252,36 @@ class FlexAttention(AttentionBackend):
         return tiles.split(q).transpose(1, 2)
 
     def _keys(
-        self, call: AttentionCall, tiles: Tiles, cells: Gathered | None
+        self, call: AttentionCall, tiles: Tiles, source: Gathered | slice | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[1, Hkv, S, D]` views of the pool, or `[B, Hkv, W, D]` gathered."""
         pool, layer_id = self.pool, call.layer.layer_id
         assert isinstance(pool, MHAPool)
-        if call.table is None:
+        if isinstance(source, slice):
             assert call.k is not None
             assert call.v is not None
-            k, v = (tiles.split(x.to(self._compute)).transpose(1, 2) for x in (call.k, call.v))
+            k, v = (tiles.split(x.to(self._compute), source).transpose(1, 2) for x in (call.k, call.v))
             return k, v
-        if cells is None:
+        if source is None:
             caches = pool.key_cache(layer_id), pool.value_cache(layer_id)
             k, v = (c.view(-1, *c.shape[2:]).transpose(0, 1)[None] for c in caches)
             return k, v
         given = (None, None) if call.stored else (call.k, call.v)
         k, v = (
-            cells.rows(stored, scale, own, self._compute)
+            source.rows(stored, scale, own, self._compute)
             for stored, scale, own in zip(
-                pool.gather(layer_id, cells.slots), pool.scales(layer_id), given, strict=True
+                pool.gather(layer_id, source.slots), pool.scales(layer_id), given, strict=True
             )
         )
         return k, v
+
+
+def _own_parts(plan: Plan, tiles: Tiles) -> Iterator[_Keys]:
+    """Packed as the step's queries are: one tile a request, each key in its row."""
+    for first in range(0, tiles.rows, _PART):
+        width = min(_PART, tiles.rows - first)
+        start, end = torch.full_like(plan.extend_lens, first), plan.extend_lens.clamp_max(first + width)
+        yield Keys(start, end, _TILE, -(-width // _TILE)), slice(first, first + width)
 
 
 def _span(plan: Plan, table: Table, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

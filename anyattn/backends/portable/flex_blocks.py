@@ -18,6 +18,8 @@ __all__ = ["Blocks", "Keys", "MaskMod", "Tiles", "block_lists", "mask_mod", "pag
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(batch, head, query row, key column) -> visible`, as FlexAttention calls it."""
 
+_ALL = slice(None)
+
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
@@ -38,11 +40,12 @@ class Tiles:
     pack: torch.Tensor | None = None
     unpack: torch.Tensor | None = None
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, H, D]` as `[N, rows, H, D]`."""
+    def split(self, x: torch.Tensor, columns: slice = _ALL) -> torch.Tensor:
+        """`[T, H, D]` as `[N, rows, H, D]`, or some columns of the rows."""
         if self.pack is None:
             return x[:, None]
-        return x.index_select(0, self.pack).view(-1, self.rows, *x.shape[1:])
+        pack = self.pack.view(-1, self.rows)[:, columns]
+        return x.index_select(0, pack.reshape(-1)).view(*pack.shape, *x.shape[1:])
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, rows, ...]` as `[T, ...]`."""

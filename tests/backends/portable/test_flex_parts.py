@@ -22,6 +22,7 @@ _STEPS: dict[str, dict[str, Any]] = {
     "extend": {"prefix_lens": (0, 47, 130, 64), "extend_lens": (150, 1, 40, 0)},
     "bidirectional": {"kind": "bidirectional", "prefix_lens": (0, 130), "extend_lens": (70, 3)},
     "verify": {"mode": "verify", "prefix_lens": (61, 130), "extend_lens": (5, 3)},
+    "encoder": {"kind": "encoder_only", "prefix_lens": (0, 0), "extend_lens": (70, 200), "kv": "arguments"},
     "written by the call": {"prefix_lens": (40, 130), "extend_lens": (90, 3), "kv": "arguments"},
 }
 
@@ -48,8 +49,8 @@ def _world(name: str, page: int | None, **fields: Any) -> World:
 def test_parts_add_up_to_the_whole(
     page: int | None, name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if page is not None and name == "written by the call":
-        pytest.skip("paged keys are read back from the pool")
+    if page is not None and name in ("encoder", "written by the call"):
+        pytest.skip("paged keys are read from the pool")
     calls, original = [], flex_attention.block_mask
     monkeypatch.setattr(flex_attention, "block_mask", lambda *a: calls.append(a) or original(*a))
     world = _world(name, page, window=window, sinks=True, logit_cap=20.0)
