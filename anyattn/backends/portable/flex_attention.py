@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from anyattn.backends.portable.flex_blocks import Blocks, Keys, Tiles, block_lists, pages_at, tile_queries
-from anyattn.backends.portable.flex_gather import REACH, Gathered, cells_of, reaches
+from anyattn.backends.portable.flex_gather import Gathered, cells_of, reaches
 from anyattn.backends.portable.flex_kernel import Kernel, Specialisation, block_mask, compiled
 from anyattn.core.batch import ForwardMode
 from anyattn.core.call import AttentionCall, step_kind
@@ -34,6 +34,10 @@ _FEW = 16
 _PART = 16384
 """Keys of a request that a call reads at most; more take several, merged by their log-sum-exp. Sums of
 131,072 keys in float32, one after the other, were off by 1.5e-5 (H200); and gathered keys take memory.
+"""
+_ROOM = 1 << 28
+"""Elements of K that a call gathers at most, and of V. With their copies (as stored, in float32 where scaled,
+without what isn't theirs) that is 2 GiB of 16-bit KV, 4 GiB of others. The kernel's offsets reach them too.
 """
 
 
@@ -200,14 +204,14 @@ class FlexAttention(AttentionBackend):
             yield Keys(start, end, page, listed.shape[1], listed, pages), None
 
     def _gathered_parts(self, plan: Plan, group: PlanGroup, table: Table) -> Iterator[_Keys]:
-        """Fewer keys a part where the kernel's offsets would not reach all of a layer's."""
+        """Fewer keys a part where there are many requests."""
         most, window = plan.max_kv_len, group.table.window
         if window is not None:
             most = min(most, plan.max_q_len + window - 1 + (self._page - 1))  # from a page's first key
         width = max(1, -(-most // 16)) * 16
         cell = max(s.num_kv_heads * max(s.head_dim, s.v_head_dim) for s in self.pool.specs)
         requests = max(self._least, plan.key.num_requests)
-        step = max(16, min(_PART, REACH // (requests * cell) // 16 * 16))
+        step = max(16, min(_PART, _ROOM // (requests * cell) // 16 * 16))
         for first in range(0, width, step):
             part = min(step, width - first)
             start, end = _span(plan, table, first, part)
