@@ -140,11 +140,12 @@ class World:
 
     def _limits(self) -> anyattn.Limits:
         tokens = sum((*self.case.seq_lens, *(self.case.encoder_lens or ()))) + self.case.padding
+        drafts = 8 if max(self.case.extend_lens) > 1 else 1  # libraries may have another kernel for one
         return anyattn.Limits(
             max_requests=self.case.batch_size + self.case.padding + 2,
             max_tokens=max(1, tokens),
             max_context=max(self.max_context, self.max_encoder),
-            max_draft_tokens=8 if self.case.mode == "verify" else 0,
+            max_draft_tokens=drafts if self.case.mode == "verify" else 0,
         )
 
     def _make_table(self) -> anyattn.kv.RequestTable:

@@ -125,14 +125,15 @@ class Memory:
     Attributes:
         workspace: XQA's semaphores (the first 8 MiB) and scratch; trtllm-gen's statistics and scratch.
         counters: of trtllm-gen's splits, a request and head each.
-        drafts: tokens of a request that a step may verify: XQA is compiled for that number.
+        drafts: tokens of a request that a step may verify: XQA is compiled for that number. Two at least: its
+            kernel for one is that of decode, which takes no request without any and may round queries.
     """
 
     def __init__(self, config: BackendConfig, device: torch.device) -> None:
         limits = config.limits
         self._device, self._limits = device, limits
         self._heads = max(config.groups.max_q_heads.values())
-        self.drafts = limits.max_draft_tokens
+        self.drafts = max(2, limits.max_draft_tokens)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.counters = self._new_counters(limits.max_requests + 1)
         self._held: dict[str, torch.Tensor] = {}
@@ -157,7 +158,7 @@ class Memory:
 
     def chain(self, num_tokens: int, *, stable: bool) -> torch.Tensor:
         """uint16 words of XQA's mask as int16 `[T, words]`: rows are padded to 32 bits."""
-        words = max(1, -(-self.drafts // 32)) * 2
+        words = -(-self.drafts // 32) * 2
         rows = max(num_tokens, self._limits.max_requests * self.drafts)
         return self._take("chain", rows * words, (num_tokens, words), torch.int16, stable=stable)
 

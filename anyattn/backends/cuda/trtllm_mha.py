@@ -155,7 +155,7 @@ class TrtllmMHA(FusedWrites):
             assert step.chain is not None
             mask = step.chain.view(torch.uint16)
             chain = {"q_len_per_req": drafts, "mask": mask, "q_cu_seq_lens": plan.query_offsets}
-            self._run_xqa(call, chain if drafts > 1 else {})
+            self._run_xqa(call, chain)
         else:
             ragged = {
                 "q_len_per_req": None,

@@ -1,6 +1,6 @@
 """Keys of a step side by side, for layers and pools that FlexAttention's kernel can't read where they lie.
 
-Its kernel computes offsets into the keys in 32 bits (torch 2.11 to 2.13; pytorch#185264), so a longer pool
+Its kernel computes offsets into the keys in 32 bits (torch 2.11 to 2.13; vllm#50427), so a longer pool
 is gathered even where it has pages.
 """
 

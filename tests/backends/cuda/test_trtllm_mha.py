@@ -240,3 +240,14 @@ def test_drafts_without_sinks_may_have_any_group(group: int) -> None:
 def _drafts(group: int, *, sinks: bool = True) -> World:
     fields = {"prefix_lens": (59, 17), "extend_lens": (6, 5), "num_q_heads": group, "num_kv_heads": 1}
     return _world("xqa", mode="verify", sinks=sinks, seed=7, **fields)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("drafts", [(1, 1), (1, 0)])
+def test_a_process_that_verifies_one_token_alone(drafts: tuple[int, int], dtype: str) -> None:
+    """The kernel for one is decode's: it rounds queries over 8-bit keys, and takes no request without any."""
+    with emulating("trtllm_mha", _HOSTS["xqa"]):
+        world = _world("xqa", mode="verify", extend_lens=drafts, kv_dtype=dtype, seed=4)
+        assert world.decision.request.limits is not None
+        assert world.decision.request.limits.max_draft_tokens == 1
+        _run(world)
