@@ -288,6 +288,4 @@ class ForwardBatch:
 
 
 _FIELDS = frozenset(each.name for each in dataclass_fields(ForwardBatch)) - {"serial", "whole"}
-_IN_WHOLE = frozenset(
-    ("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions", "num_tokens")
-)
+_IN_WHOLE = frozenset(("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc", "positions"))
