@@ -20,9 +20,10 @@ _DENSE = (
         architectures=_SM90,
         phase=Phase.PREFILL,
         order=("fa3", "triton", "flashinfer", "fa4", "hpc_ops", "flex_attention", "torch_native"),
-        evidence="H200, 32/8 heads, D 128, us: 8k prompts FA3 857, Triton 890, FlashInfer 915; 8 x 512 on 16k"
-        " cached FA3 2,001, Triton 1,819, FlashInfer 2,153; decode with a chunk of 2k FA3 624, Triton 592, "
-        "FlashInfer 1,560; over 13 prompts alone all three are within 12 %, FA3 ahead on most",
+        evidence="H200 at 58f9e1d, 32/8 heads, D 128, us: 8k prompts FA3 861.9, Triton 882.6, FlashInfer "
+        "908.5; 8 x 512 on 16k cached FA3 1,997.8, Triton 1,828.0, FlashInfer 2,159.3; decode with a chunk "
+        "of 2k FA3 610.1, Triton 573.5, FlashInfer 1,526.2; of 12 steps of prompts alone FA3 is first in 6, "
+        "Triton in 4, FlashInfer in 2",
         date="2026-11-30",
         library=_MEASURED,
     ),
@@ -39,9 +40,9 @@ _DENSE = (
             "fa4",
             "torch_native",
         ),
-        evidence="H200, us under graphs: 64 x 8k, 32/8 heads, D 128 Triton 491, FlashInfer 498, FA3 520; 256 "
-        "chat-like requests 644, 694, 701; one of 128k beside 31 of 1k 168, 930, 172; 64 x 2k, 4 drafts each "
-        "134, 633, 162; 64 x 8k of fp8 266, 413, 417",
+        evidence="H200 at 58f9e1d, us under graphs: 64 x 8k, 32/8 heads, D 128 Triton 480.7, FlashInfer "
+        "485.8, FA3 508.6; 256 chat-like requests 633.1, 676.5, 682.6; one of 128k beside 31 of 1k 162.8, "
+        "935.8, 169.7; 64 x 2k, 4 drafts each 131.9, 616.2, 158.4; 64 x 8k of fp8 262.4, 408.4, 415.1",
         date="2026-11-30",
         library=_MEASURED,
     ),
@@ -120,10 +121,11 @@ _MLA = (
         phase=Phase.DECODE,
         kind=ModelKind.MLA,
         order=("flashmla", "flashinfer", "fa3", "triton", "torch_native"),
-        evidence="H200: 128 heads, 64 × 8k FlashMLA 557 TFLOP/s, FlashInfer 531; 16 heads, 128 × 4k 3,588 "
-        "and 3,781 GB/s",
-        date="2026-11-29",
-        library="flashinfer-python 0.7.2.post1",
+        evidence="H200 at 58f9e1d, us under graphs: 64 x 8k, 128 heads FlashMLA 226.0, FlashInfer 273.4, "
+        "Triton 348.7; 128 x 4k, 16 heads 146.6, 146.9, 144.8; 64 chat-like requests, 16 heads 60.2, 74.9, "
+        "65.9",
+        date="2026-11-30",
+        library="flashinfer-python 0.7.2.post1, sgl-flash-mla 1.0.0, torch 2.11+cu130",
     ),
     Preference(
         architectures=_SM100_103,
