@@ -103,4 +103,4 @@ def write_table(
     if merge and target.exists():
         table = merge_tables(load_table(target), table)
     table.save(target)
-    return MeasuredTable(table.provenance, table.entries, target.stem), target
+    return replace(table, name=target.stem), target

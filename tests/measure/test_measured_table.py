@@ -14,6 +14,7 @@ from anyattn.core.facts import HostFacts
 from anyattn.core.measure import (
     Bucket,
     MeasuredTable,
+    Origin,
     Role,
     Shape,
     Timing,
@@ -148,12 +149,29 @@ def test_a_table_of_version_1_is_read_and_written_as_version_2(tmp_path: Path) -
         MeasuredTable.from_json(data | {"schema": "anyattn.measured/3"})
 
 
-def test_merging_twice_tells_a_command_once() -> None:
-    one = from_bench(result(cell(TWO), command="anyattn bench --json a.json"))
-    two = from_bench(result(cell(TWO, page=64), command="anyattn bench --json b.json"))
+def test_what_a_merge_keeps_says_which_run_it_is_of(tmp_path: Path) -> None:
+    """A run that timed every bucket anew leaves nothing of an older one's commit and command."""
+    runs = {"commit": "abc1234", "command": "anyattn bench --json a.json", "date": "2026-11-28T22:00Z"}
+    one = from_bench(result(cell(TWO), cell(TWO, page=64), **runs))
+    two = from_bench(result(cell(TWO, page=64), commit="def5678", command="anyattn bench --json b.json"))
     both = merge_tables(one, two)
-    assert both.provenance.command == "anyattn bench --json a.json; anyattn bench --json b.json"
-    assert merge_tables(both, two).provenance.command == both.provenance.command
+    assert (both.provenance.commit, both.provenance.command) == ("def5678", "anyattn bench --json b.json")
+    assert both.provenance.date == "2026-11-29"
+    (old,), (new,) = set(one.entries) - set(two.entries), set(two.entries)
+    assert both.kept == {old: Origin("2026-11-28", "abc1234", "anyattn bench --json a.json")}
+    assert both.origin(new) == Origin("2026-11-29", "def5678", "anyattn bench --json b.json")
+    both.save(tmp_path / "both.json")
+    again = load_table(tmp_path / "both.json")
+    assert (again.entries, again.kept) == (both.entries, both.kept)
+    assert merge_tables(again, two).kept == both.kept, "of the run that timed it, whatever comes later"
+    assert merge_tables(both, one).kept == {}
+
+
+def test_where_an_entry_is_from_is_told_in_texts() -> None:
+    data = from_bench(result(cell(TWO))).to_json()
+    data["entries"][0]["commit"] = 6391051
+    with pytest.raises(ConfigError, match="date, commit and command of an entry are texts"):
+        MeasuredTable.from_json(data)
 
 
 def test_latents_and_windows_are_shapes_of_their_own() -> None:

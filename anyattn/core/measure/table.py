@@ -2,6 +2,8 @@
 
 {"schema": "anyattn.measured/2", "device", "arch", "units", "versions", "date", "commit", "command",
  "entries": [{"bucket": {…}, "times": {"triton": [seconds, spread], …}}, …]}
+
+An entry that was kept from an older run has "date", "commit" and "command" of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from anyattn.core.measure.bucket import Bucket
 from anyattn.core.measure.versions import differing
 from anyattn.errors import ConfigError
 
-__all__ = ["READABLE", "SCHEMA", "MeasuredTable", "Provenance", "Timing", "load_table", "merge_tables"]
+__all__ = [
+    "READABLE",
+    "SCHEMA",
+    "MeasuredTable",
+    "Origin",
+    "Provenance",
+    "Timing",
+    "load_table",
+    "merge_tables",
+]
 
 SCHEMA = "anyattn.measured/2"
 READABLE = (SCHEMA, "anyattn.measured/1")
@@ -56,17 +67,39 @@ class Provenance:
     units: int | None = None
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The run of an entry that was kept when a later one was merged: as in `Provenance`."""
+
+    date: str = ""
+    commit: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in vars(self).values()):
+            raise TypeError("date, commit and command of an entry are texts")
+
+
 Times = Mapping[str, Timing]
 """Backend -> time, of one bucket."""
 
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """Times of one device. `name` stands for it in texts: the file's, without its folder and ending."""
+    """Times of one device. `name` stands for it in texts: the file's, without its folder and ending.
+
+    Date, commit and command of `provenance` are those of all buckets that `kept` doesn't have.
+    """
 
     provenance: Provenance
     entries: Mapping[Bucket, Times]
     name: str = "unsaved"
+    kept: Mapping[Bucket, Origin] = field(default_factory=dict)
+
+    def origin(self, bucket: Bucket) -> Origin:
+        """The run that timed a bucket."""
+        own = self.provenance
+        return self.kept.get(bucket) or Origin(own.date, own.commit, own.command)
 
     def backends(self) -> tuple[str, ...]:
         """Everybody who has a time, in order of appearance."""
@@ -77,6 +110,7 @@ class MeasuredTable:
         own = {k: v for k, v in vars(self.provenance).items() if v is not None}
         entries = [
             {"bucket": bucket.to_json(), "times": {n: [t.seconds, t.spread] for n, t in times.items()}}
+            | (vars(self.kept[bucket]) if bucket in self.kept else {})
             for bucket, times in self.entries.items()
         ]
         return {"schema": SCHEMA, **own, "versions": dict(self.provenance.versions), "entries": entries}
@@ -96,7 +130,9 @@ class MeasuredTable:
         try:
             own = {k: v for k, v in data.items() if k not in ("schema", "entries")}
             entries = {Bucket.from_json(e["bucket"]): _times(e["times"]) for e in data["entries"]}
-            return MeasuredTable(_checked(Provenance(**own)), entries, name)
+            origins = {Bucket.from_json(e["bucket"]): _origin(e) for e in data["entries"]}
+            kept = {bucket: origin for bucket, origin in origins.items() if origin is not None}
+            return MeasuredTable(_checked(Provenance(**own)), entries, name, kept)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             asked = f"{name}: {type(error).__name__}: {error}"
             hint = "write it again: anyattn bench --from RESULT.json --write TABLE.json"
@@ -135,6 +171,11 @@ def _times(data: Mapping[str, Sequence[float]]) -> Times:
     return {str(name): Timing(float(seconds), float(spread)) for name, (seconds, spread) in data.items()}
 
 
+def _origin(entry: Mapping[str, Any]) -> Origin | None:
+    told = {name: entry[name] for name in ("date", "commit", "command") if name in entry}
+    return Origin(**told) if told else None
+
+
 def load_table(path: str | Path) -> MeasuredTable:
     """The table in a file.
 
@@ -152,6 +193,8 @@ def load_table(path: str | Path) -> MeasuredTable:
 def merge_tables(older: MeasuredTable, newer: MeasuredTable) -> MeasuredTable:
     """Both tables' buckets; where both have one, the newer's: times of two runs don't compare.
 
+    Date, commit and command are the newer's; buckets that only the older has keep theirs.
+
     Raises:
         ConfigError: other devices, or other versions (major.minor) of a library.
     """
@@ -165,10 +208,9 @@ def merge_tables(older: MeasuredTable, newer: MeasuredTable) -> MeasuredTable:
         told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
         hint = "replace the table, or measure the missing cells again"
         raise ConfigError("tables of two versions don't merge", asked=told, allowed="equal", hint=hint)
-    both = [command for each in (a, b) for command in each.command.split("; ")]
-    commands = dict.fromkeys(filter(None, both))
-    where = replace(b, versions={**a.versions, **b.versions}, command="; ".join(commands))
-    return MeasuredTable(where, {**older.entries, **newer.entries}, newer.name)
+    where = replace(b, versions={**a.versions, **b.versions})
+    kept = {bucket: older.origin(bucket) for bucket in older.entries if bucket not in newer.entries}
+    return MeasuredTable(where, {**older.entries, **newer.entries}, newer.name, {**kept, **newer.kept})
 
 
 def combined(cells: Iterable[Times]) -> Times:
