@@ -46,6 +46,10 @@ def lost_hint(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host, name, triton.JITFunction(getattr(module, name).fn))
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith(("3.6.", "3.7.")),
+    reason="this Triton finds the vectors without the hint",
+)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx1201"])
 @pytest.mark.parametrize("name", ["decode/d128", "decode/d128-fp8", "extend/d128-paged"])
 def test_a_lost_hint_fails(lost_hint: None, name: str, target: str) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import triton
 
 from anyattn.kernels.triton import attention as kernels
 from anyattn.kernels.triton.aot import TARGETS, Entry, Target
 from anyattn.kernels.triton.configs.choose import choose_decode, choose_extend
 from anyattn.kernels.triton.decode_launch import DecodeStep, fill_ranges
 from anyattn.kernels.triton.decode_launch import decode as decode_layer
-from anyattn.kernels.triton.extend_launch import ExtendStep
+from anyattn.kernels.triton.extend_launch import GLUON_VERSIONS, ExtendStep
 from anyattn.kernels.triton.extend_launch import extend as extend_layer
 
 __all__ = [
@@ -254,6 +255,22 @@ _extend_hopper = partial(
 )
 _extend_tma = partial(attention_entry, kernel="extend_tma_kernel", targets=("sm_90", "sm_100"))
 
+_IN_GLUON = (
+    _extend_hopper("extend/d128-hopper", shape=_FRESH),
+    _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
+    _extend_hopper(
+        "extend/d128-group-of-7-window-hopper",
+        shape=replace(_PAGE_64, q_heads=28, kv_heads=4, page=16, window=1024),
+    ),
+    _extend_hopper(
+        "extend/d256-hopper", shape=replace(_FRESH, q_heads=16, kv_heads=2, dim=256), spills=_A_NUMBER
+    ),
+    _extend_hopper(
+        "extend/d64-page-64-hopper", shape=replace(_PAGE_64, dim=64, cap=30.0, sinks=True, lse=True)
+    ),
+)
+"""Where Triton is another, `extend_kernel` runs in their place."""
+
 ENTRIES: tuple[Entry, ...] = (
     _decode("decode/d128", shape=Shape()),
     _decode("decode/d128-one-request", shape=Shape(batch=1)),
@@ -296,18 +313,7 @@ ENTRIES: tuple[Entry, ...] = (
         shape=replace(_FLOAT32_256, new=512),
         spills={**RDNA_WIDE_FLOAT32, "sm_86": _THIRD_BLOCK, "sm_89": _THIRD_BLOCK},
     ),
-    _extend_hopper("extend/d128-hopper", shape=_FRESH),
-    _extend_hopper("extend/d128-page-16-hopper", shape=replace(_PAGE_64, page=16)),
-    _extend_hopper(
-        "extend/d128-group-of-7-window-hopper",
-        shape=replace(_PAGE_64, q_heads=28, kv_heads=4, page=16, window=1024),
-    ),
-    _extend_hopper(
-        "extend/d256-hopper", shape=replace(_FRESH, q_heads=16, kv_heads=2, dim=256), spills=_A_NUMBER
-    ),
-    _extend_hopper(
-        "extend/d64-page-64-hopper", shape=replace(_PAGE_64, dim=64, cap=30.0, sinks=True, lse=True)
-    ),
+    *(_IN_GLUON if triton.__version__.startswith(GLUON_VERSIONS) else ()),
     _extend_tma("extend/d128-tma", shape=_FRESH),
     _extend_tma("extend/d128-page-64-window-tma", shape=replace(_PAGE_64, window=1024)),
     attention_entry("kv-write/d128", "kv_write_kernel", Shape(batch=4096)),
