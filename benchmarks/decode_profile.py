@@ -28,8 +28,9 @@ from typing import Any
 import torch
 
 import anyattn
-from anyattn.bench.harness.command import device_here
+from anyattn.bench.harness.command import device_here, output_file
 from anyattn.bench.harness.report import device_name, versions
+from anyattn.core.arguments import at_least, count, counts, one_line_errors
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.inflight import InFlight
 from anyattn.demo.model import LlamaModel
@@ -229,16 +230,17 @@ def _model(name: str, device: torch.device, context: int) -> LlamaModel:
     return LlamaModel(checkpoint, dtype=dtype, device=device, max_context=context)
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a profile for each batch size that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=("smollm2", *SHAPES), default="smollm2")
-    parser.add_argument("--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a request's prompt")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--requests", type=counts, default=[1, 64])
+    parser.add_argument("--context", type=count, default=1024, help="tokens of a request's prompt")
+    parser.add_argument("--steps", type=at_least(2), default=40)
     parser.add_argument("--backend", help="default: the choice of anyattn.select")
     parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     offer_interpreter(device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from anyattn.bench.harness import Candidate, Report, Work, add_arguments, emit, measure, settings_of
+from anyattn.core.arguments import count, one_line_errors
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.sampler import SamplingParams
@@ -91,15 +92,15 @@ def verdict(report: Report, batch: int) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--tokens", type=int, default=16, help="decode steps of a sample")
-    parser.add_argument("--batch", type=int, default=8, help="the larger batch")
+    parser.add_argument("--tokens", type=count, default=16, help="decode steps of a sample")
+    parser.add_argument("--batch", type=count, default=8, help="the larger batch")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--no-transformers", action="store_true", help="only this package")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def candidates(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Candidate]:
@@ -121,15 +122,17 @@ def candidates(args: argparse.Namespace, checkpoint: Checkpoint) -> list[Candida
     return [make() for make in makers]
 
 
-def main() -> None:
-    """Measure and print."""
-    args = arguments()
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print. 2 for what can't be run."""
+    args = arguments(argv)
     settings = settings_of(args, dtype=getattr(torch, args.dtype))
     found = candidates(args, load_gguf(find_gguf()))
     report = measure(f"SmolLM2-135M decode, {args.dtype}", found, args.device, settings)
     emit(report, args)
     print(verdict(report, args.batch))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -20,16 +20,18 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import anyattn
-from anyattn.bench.harness.command import device_here
+from anyattn.bench.harness.command import device_here, output_file
+from anyattn.core.arguments import count, one_line_errors
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
-from anyattn.errors import AnyattnError, ConfigError, UnknownNameError
+from anyattn.errors import ConfigError, UnknownNameError
 from benchmarks.demo_noise import Bounds, bounds_of, shares
 from benchmarks.demo_pairs import decide, every_pair
 
@@ -40,6 +42,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 TIE = 2e-3
 """In float32, two best logits of the reference nearer than this: either token may be taken."""
 CHUNK = 24
+_MAGIC = b"GGUF"
 _PAGES_TO = 256
 """Room for every text is a multiple of this, and so of any page."""
 
@@ -224,7 +227,8 @@ def run(
 ) -> Iterable[Comparison]:
     """Every pair in every dtype; the reference is computed once.
 
-    `failed`: takes the pairs that end in an error, with its text; None lets it out.
+    `failed`: takes the pairs that end in an error, with its text; None lets it out, and asks first whether
+    every pair can be run.
     """
     longest = max(len(t.ids) for t in texts)
     wanted = list(pairs)
@@ -232,7 +236,12 @@ def run(
     def model(dtype: str) -> LlamaModel:
         return LlamaModel(checkpoint, dtype=getattr(torch, dtype), device=device, max_context=longest)
 
-    reference = logits_of(model("float32"), texts, "torch_native", "torch_native")
+    exact = model("float32")
+    if failed is None:  # what can't be run is told before minutes of computing
+        for dtype, (prefill, decode) in product(dtypes, wanted):
+            decide(exact.specs, getattr(torch, dtype), device, prefill, decode)
+    reference = logits_of(exact, texts, "torch_native", "torch_native")
+    del exact
     for dtype in dtypes:
         candidate = model(dtype)
         bounds = bounds_of(candidate, [t.ids for t in texts], torch.cat(reference))
@@ -263,7 +272,7 @@ def _dtypes(text: str) -> list[str]:
 
 def _weights(path: str | None) -> Path:
     found = find_gguf() if path is None else Path(path)
-    if not found.is_file():
+    if not found.is_file() or found.open("rb").read(len(_MAGIC)) != _MAGIC:
         raise ConfigError("weights", asked=str(found), allowed="a GGUF file", hint="--weights PATH.gguf")
     return found
 
@@ -277,8 +286,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--backends", default="torch_native", help="a for both phases, or a+b; several: a,b+c"
     )
     parser.add_argument("--pairs", action="store_true", help="cross the backends (of names, or `every`)")
-    parser.add_argument("--texts", type=int, metavar="N", help="only the N shortest texts")
-    parser.add_argument("--json", metavar="FILE", help="write the comparisons to this file")
+    parser.add_argument("--texts", type=count, metavar="N", help="only the N shortest texts")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the comparisons to this file")
     return parser.parse_args(argv)
 
 
@@ -303,23 +312,20 @@ def _worst(found: Sequence[Comparison]) -> str:
     return f"worst: {worst.prefill}+{worst.decode} {worst.dtype}, {worst.worst:.2f} of its bound; {verdict}"
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is within bounds, 1 if not, 2 for what can't be run."""
     args = _arguments(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     found: list[Comparison] = []
     failed: dict[str, str] = {}
-    try:
-        checkpoint = load_gguf(_weights(args.weights))
-        texts, dtypes = reference_texts(args.texts), _dtypes(args.dtype)
-        pairs, refused = _crossed(args, checkpoint) if args.pairs else (_pairs(args.backends), {})
-        losers = failed if args.pairs else None
-        for comparison in run(checkpoint, texts, pairs, dtypes, args.device, losers):
-            print(comparison, flush=True)
-            found.append(comparison)
-    except AnyattnError as error:
-        print(f"demo_logits: {error}", file=sys.stderr)
-        return 2
+    texts, dtypes = reference_texts(args.texts), _dtypes(args.dtype)
+    checkpoint = load_gguf(_weights(args.weights))
+    pairs, refused = _crossed(args, checkpoint) if args.pairs else (_pairs(args.backends), {})
+    losers = failed if args.pairs else None
+    for comparison in run(checkpoint, texts, pairs, dtypes, args.device, losers):
+        print(comparison, flush=True)
+        found.append(comparison)
     for name, why in failed.items():
         print(f"FAIL {name}: {why}")
     if found:

@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from anyattn.core.arguments import count, one_line_errors
+
 if TYPE_CHECKING:
     from anyattn.testing.cases import Case
     from anyattn.testing.plan import Item
@@ -166,15 +168,16 @@ def _verify(count: int, workers: int, device: str, seed: int) -> int:
     return 1 if failed else 0
 
 
+@one_line_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when everything that ran was right."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("list", "build", "verify"))
-    parser.add_argument("--jobs", type=int, default=4, help="builds at a time")
-    parser.add_argument("--count", type=int, default=200, help="random cases beside the kit's own")
-    parser.add_argument("--workers", type=int, default=4, help="verifying processes")
+    parser.add_argument("--jobs", type=count, default=4, help="builds at a time")
+    parser.add_argument("--count", type=count, default=200, help="random cases beside the kit's own")
+    parser.add_argument("--workers", type=count, default=4, help="verifying processes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from anyattn.errors import ConfigError
 from benchmarks.direct import Shape
 
 __all__ = ["FULL", "LIMITS", "QUICK", "STEPS", "Cell", "Measured", "table"]
@@ -35,8 +37,12 @@ class Cell:
 
     @staticmethod
     def parse(text: str) -> list[Cell]:
-        """Of `16x1024,64x8192`. Raises `ValueError`."""
-        return [Cell(*map(int, part.split("x"))) for part in text.split(",")]
+        """Of `16x1024,64x8192`. Raises `ConfigError`."""
+        found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in text.split(",")]
+        if None in found:
+            hint = "give cells as in --cells 16x1024,64x8192"
+            raise ConfigError("a cell", asked=repr(text), allowed="REQUESTSxCONTEXT, both >= 1", hint=hint)
+        return [Cell(*map(int, match.groups())) for match in found if match]
 
     def __str__(self) -> str:
         return f"{self.requests}x{self.context}"

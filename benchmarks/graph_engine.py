@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 import anyattn
-from anyattn.bench.harness.command import device_here
+from anyattn.bench.harness.command import device_here, output_file
 from anyattn.bench.harness.report import device_name, versions
+from anyattn.core.arguments import count, one_line_errors
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.context import forward_context
 from anyattn.core.graph.objects import GraphPlatform
@@ -272,14 +273,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", required=True, help="for prefill and decode")
     parser.add_argument("--prefill", help="another one for prefill")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each request")
-    parser.add_argument("--every", type=int, default=3, help="a request joins every so many steps")
-    parser.add_argument("--max-batch", type=int, default=48, help="requests that run at once")
-    parser.add_argument("--layers", type=int, help="only the first layers of the model, for smoke tests")
+    parser.add_argument("--requests", type=count, default=64)
+    parser.add_argument("--tokens", type=count, default=256, help="new tokens of each request")
+    parser.add_argument("--every", type=count, default=3, help="a request joins every so many steps")
+    parser.add_argument("--max-batch", type=count, default=48, help="requests that run at once")
+    parser.add_argument("--layers", type=count, help="only the first layers of the model, for smoke tests")
     parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--json", metavar="FILE", help="write the results there, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there, too")
     return parser.parse_args(argv)
 
 
@@ -293,6 +294,7 @@ def _model(args: argparse.Namespace, device: torch.device) -> tuple[LlamaModel, 
         return LlamaModel(checkpoint, dtype=getattr(torch, name), device=device), tokenizer
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if nothing differs that may not, 1 if something does, 2 without graphs."""
     args = _arguments(argv)

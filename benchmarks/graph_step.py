@@ -33,7 +33,9 @@ from typing import Any
 import torch
 
 import anyattn
+from anyattn.bench.harness.command import output_file
 from anyattn.bench.harness.report import device_name, versions
+from anyattn.core.arguments import argument, count, one_line_errors
 from anyattn.core.context import current_context, forward_context
 from anyattn.core.graph.buckets import Buckets
 from anyattn.core.graph.objects import GraphPlatform
@@ -257,11 +259,11 @@ def launches(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_shape(parser, requests=None, length=0, layers=32)
-    parser.add_argument("--cells", type=Cell.parse, help=f"B x context (default: {FULL})")
+    parser.add_argument("--cells", type=argument(Cell.parse), help=f"B x context (default: {FULL})")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK}")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each loop, taken in turns (7)")
+    parser.add_argument("--rounds", type=count, default=7, help="samples of each loop, taken in turns (7)")
     parser.add_argument("--no-profile", action="store_true", help="don't count launches and copies")
-    parser.add_argument("--markdown", metavar="FILE", help="write the table there")
+    parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the table there")
     return parser.parse_args(argv)
 
 
@@ -277,6 +279,7 @@ def _say(backend: str, cell: Cell, error: Exception, left_out: dict[str, str]) -
     print(f"     {backend} {cell} left out: {error}", file=sys.stderr, flush=True)
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is within the limits, 1 if not, 2 if nothing could be measured."""
     args = _arguments(argv)

@@ -29,6 +29,7 @@ import torch
 import anyattn
 from anyattn.bench.harness import Candidate, CudaTimer, Report, Settings, Timer, measure
 from anyattn.bench.harness.report import device_name, versions
+from anyattn.core.arguments import at_least, one_line_errors
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Recipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of
@@ -189,10 +190,13 @@ def _cost(stage: Stage, recipe: Recipe, host: Report, graph: Report | None) -> C
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_shape(parser, requests=8, length=64, layers=32)
-    parser.add_argument("--rounds", type=int, default=25, help="samples of each, taken in turns (2 or more)")
+    parser.add_argument(
+        "--rounds", type=at_least(2), default=25, help="samples of each, taken in turns (2 or more)"
+    )
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is within the limits, 1 if not, 2 if nothing could be measured."""
     args = _arguments(argv)
@@ -203,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left_out: dict[str, str] = {}
     for backend in args.backends:
         try:
-            found.append(cost(backend, shape, device, max(2, args.rounds)))
+            found.append(cost(backend, shape, device, args.rounds))
             print(found[-1], flush=True)
         except (NoRecipe, AnyattnError) as error:
             left_out[backend] = f"{type(error).__name__}: {error}"

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from anyattn.bench.harness.report import device_name, versions
+from anyattn.core.arguments import at_least, counts, one_line_errors
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of
@@ -192,24 +193,27 @@ def prepare(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_shape(parser, requests=None, length=2048, layers=1)
-    parser.add_argument("--requests", default="1,64,256", help="batch sizes (1,64,256)")
-    parser.add_argument("--rounds", type=int, default=31, help="samples of each, taken in turns (2 or more)")
+    parser.add_argument("--requests", type=counts, default=[1, 64, 256], help="batch sizes (1,64,256)")
+    parser.add_argument(
+        "--rounds", type=at_least(2), default=31, help="samples of each, taken in turns (2 or more)"
+    )
     return parser.parse_args(argv)
 
 
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if all is within the limits, 1 if not, 2 if nothing could be measured."""
     args = _arguments(argv)
     device = torch.device(args.device)
     offer_interpreter(device)
-    sizes = [int(size) for size in args.requests.split(",")]
+    sizes = args.requests
     print(f"preparing decode steps on {device_name(device)}: {shape_of(args, sizes[0])}\n{HEAD}", flush=True)
     found: list[Preparation] = []
     left_out: dict[str, str] = {}
     for backend in args.backends:
         for size in sizes:
             try:
-                found.append(prepare(backend, shape_of(args, size), device, max(2, args.rounds)))
+                found.append(prepare(backend, shape_of(args, size), device, args.rounds))
                 print(found[-1].row(), flush=True)
             except AnyattnError as error:
                 left_out[f"{backend} {size}"] = f"{type(error).__name__}: {error}"

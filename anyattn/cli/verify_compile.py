@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyattn.bench.outputs import check_file
 from anyattn.cli.compile_table import markdown, outcome
 from anyattn.errors import ConfigError, LibraryError, UnknownNameError
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile, report, judge.
 
     Raises:
-        ConfigError: TRITON_INTERPRET is set, or no worker is allowed.
+        ConfigError: TRITON_INTERPRET is set, no worker is allowed, or the table can't be written.
         LibraryError: Triton isn't installed.
         UnknownNameError: an entry or target that isn't listed.
     """
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.workers < 1:
         raise ConfigError("--workers", asked=args.workers, allowed=">= 1")
+    if args.write:
+        check_file("--write", args.write)
     source, entries = _entries(args.configs)
     jobs = _jobs(entries, args.entry, args.target)
     if args.list:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from anyattn.core.arguments import argument, count, one_line_errors
+from anyattn.errors import UnknownNameError
 from anyattn.testing.emulators import emulator_of, install
 from anyattn.testing.mla_cases import MLASpace, random_mla_case
 from anyattn.testing.mla_declared import LatentDeclared, latent_declared
@@ -117,25 +119,33 @@ def _part(
     return {"left_out": left_out, "passed": passed, "failed": failed, "worst": worst}
 
 
+@argument
+def _spaces(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SPACES:
+            raise UnknownNameError("space", name, SPACES)
+    return names
+
+
+@one_line_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 if a case failed."""
+    """Command line; exit status 1 if a case failed, 2 if none can be run."""
     parser = argparse.ArgumentParser(description="random latent steps, judged by definition")
     parser.add_argument("--backend", default="torch_native")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--emulated", action="store_true", help="a stand-in for the backend's library")
     parser.add_argument("--assume", metavar="HOST", help="with --emulated: another chip than its emulator's")
-    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--cases", type=count, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spaces", default="half,fp8")
-    parser.add_argument("--workers", type=int, default=1, help="processes, on a device")
+    parser.add_argument("--spaces", type=_spaces, default=("half", "fp8"), help=", ".join(SPACES))
+    parser.add_argument("--workers", type=count, default=1, help="processes, on a device")
     args = parser.parse_args(argv)
     host = None
     if args.emulated:
         host = args.assume or emulator_of(args.backend, latent=True).host
         install(args.backend, host, latent=True)
-    outcome = sweep(
-        args.backend, args.device, args.cases, args.seed, args.spaces.split(","), host, args.workers
-    )
+    outcome = sweep(args.backend, args.device, args.cases, args.seed, args.spaces, host, args.workers)
     print(json.dumps(outcome, indent=1))
     return 1 if outcome["failed"] or not outcome["cases"] else 0
 

@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from anyattn.bench.harness.command import device_here
+from anyattn.bench.harness.command import device_here, output_file
+from anyattn.core.arguments import argument, at_least, count
 from anyattn.errors import UnknownNameError
 from benchmarks.direct import RECIPES
 from benchmarks.direct.stage import Shape
@@ -15,11 +16,12 @@ from benchmarks.direct.stage import Shape
 __all__ = ["add_shape", "offer_interpreter", "shape_of"]
 
 
+@argument
 def _names(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in RECIPES:
-            raise argparse.ArgumentTypeError(str(UnknownNameError("backend with a recipe", name, RECIPES)))
+            raise UnknownNameError("backend with a recipe", name, RECIPES)
     return names
 
 
@@ -27,12 +29,14 @@ def add_shape(parser: argparse.ArgumentParser, *, requests: int | None, length: 
     """`--backends --device --json --mla --length --layers`, and `--requests` where there is a default."""
     parser.add_argument("--backends", type=_names, default=["triton"], help="of " + ", ".join(RECIPES))
     parser.add_argument("--device", type=device_here, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results there")
     parser.add_argument("--mla", action="store_true", help="latent layers of 128 heads (DeepSeek's shape)")
-    parser.add_argument("--length", type=int, default=length, help=f"KV tokens of a request ({length})")
-    parser.add_argument("--layers", type=int, default=layers, help=f"layers ({layers})")
+    parser.add_argument(
+        "--length", type=at_least(min(1, length)), default=length, help=f"KV tokens of a request ({length})"
+    )
+    parser.add_argument("--layers", type=count, default=layers, help=f"layers ({layers})")
     if requests is not None:
-        parser.add_argument("--requests", type=int, default=requests, help=f"requests ({requests})")
+        parser.add_argument("--requests", type=count, default=requests, help=f"requests ({requests})")
 
 
 def shape_of(args: argparse.Namespace, requests: int | None = None) -> Shape:

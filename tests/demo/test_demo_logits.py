@@ -140,6 +140,21 @@ def test_what_can_not_be_run(
     assert options[1] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("backends", "words"), [("tritn", "did you mean 'triton'?"), ("fa3", "fa3")])
+def test_a_backend_that_can_not_be_run_is_told_before_the_reference_is_computed(
+    backends: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_logits, "load_gguf", lambda path: random_checkpoint())
+    monkeypatch.setattr(demo_logits, "reference_texts", lambda limit: texts())
+    monkeypatch.setattr(demo_logits, "_weights", lambda path: Path("x"))
+    monkeypatch.setattr(demo_logits, "logits_of", lambda *_: pytest.fail("it is computed"))
+    assert main(["--backends", f"torch_native,{backends}"]) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("demo_logits: ")
+    assert words in found.err
+    assert found.out == ""
+
+
 def test_reference_texts() -> None:
     every, two = reference_texts(), reference_texts(2)
     assert len(every) > len(two) == 2
