@@ -6,8 +6,8 @@ and four heads), and compiles again when they aren't. Sizes of one are avoided b
 
 What is compiled isn't kept for other processes. Torch finds a kept kernel again by one expression of its
 guards, joined by `and` without parentheses. FlexAttention's own guard on batch sizes has an `or`, and guards
-on blocks and tiles stand before it: with as many batches of keys as of queries they don't count, so a kernel for
-blocks of 16 rows is taken for blocks of 128, where it reads past the lists' ends (torch 2.11 and 2.13;
+on blocks and tiles stand before it: with as many batches of keys as of queries they don't count, so a kernel
+for blocks of 16 rows is taken for blocks of 128, where it reads past the lists' ends (torch 2.11 and 2.13;
 docs/h200.md has what is shown of it).
 
 On CUDA the compiler writes a Triton kernel. On a CPU it writes none that returns the LSE (torch 2.13),
