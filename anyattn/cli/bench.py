@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "device_of", "run"]
 
 _LOST = 3
+_ROUNDS = 5
 _BUILDERS = 8
 _NOT_KEPT = "nothing is kept without --json FILE"
 
@@ -63,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--minutes", type=float, metavar="M", help="begin no cell after that; the worthiest come first"
     )
-    how.add_argument("--rounds", type=int, default=5, help="samples of each, taken in turns (default: 5)")
+    how.add_argument(
+        "--rounds", type=int, metavar="N", help="samples of each, in turns (default: 5; --growth: 15)"
+    )
     how.add_argument("--threads", type=int, help="torch threads (default: torch's choice)")
     how.add_argument("--commit", help="what was measured, where git can't tell")
     how.add_argument(
@@ -124,12 +127,15 @@ def device_of(args: argparse.Namespace) -> torch.device:
     """
     import torch
 
+    from anyattn.detect.host import detect_host
+
     if args.threads:
         torch.set_num_threads(args.threads)
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in ("cuda", "cpu"):
         raise ConfigError("--device", asked=name, allowed="cuda, cpu")
-    if name != "cpu" and not torch.cuda.is_available():
+    detect_host(name)
+    if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", asked=name, allowed="cpu", hint="this torch sees no GPU")
     return torch.device(name)
 
@@ -177,7 +183,8 @@ def _options(args: argparse.Namespace, device: torch.device) -> Options:
     from anyattn.bench.run import to_stderr
 
     return Options(
-        rounds=args.rounds, only=args.only, skip=args.skip, degraded=args.all or device.type == "cpu",
+        rounds=args.rounds or _ROUNDS, only=args.only, skip=args.skip,
+        degraded=args.all or device.type == "cpu",
         peers=not args.no_peers, say=to_stderr,
     )  # fmt: skip
 
@@ -203,6 +210,8 @@ def _measure(args: argparse.Namespace, cells: Sequence[Cell], device: torch.devi
     known = load(path) if args.resume and path and os.path.exists(path) else None
     if known is not None:
         check_resumable(known, device)
+    elif args.resume:
+        to_stderr(f"--resume: {path} isn't there, so all cells are timed")
     budget = Budget.of_minutes(args.minutes)
     quiet = args.json == "-" or args.defaults
     told: set[tuple[str, str]] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from anyattn.bench.cells import Cell
     from anyattn.bench.engine import Options
 
-__all__ = ["check_admitted", "check_options", "check_somebody", "strangers"]
+__all__ = ["check_admitted", "check_options", "check_skipped", "check_somebody", "strangers"]
 
 _AT_LEAST = {"rounds": (2, "a spread takes two samples"), "threads": (1, "leave it out for torch's choice"),
              "build": (1, "leave it out to compile nothing ahead")}  # fmt: skip
 _MEASURING = ("growth", "list", "build", "build_only", "resume", "only", "skip", "cells", "workloads",
               "modes", "quick", "minutes", "grid")  # fmt: skip
+_UNHEEDED = ("list", "build", "build_only", "resume", "cells", "workloads", "modes", "quick", "minutes",
+             "grid", "all", "no_peers")  # fmt: skip
+"""What --growth, which has sizes of its own and no peers, would ignore."""
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -44,6 +47,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--resume", asked="no file", allowed="--json FILE of the run to go on with")
     _check_saved(args)
     _check_without_result(args)
+    _check_growth(args)
     _check_paths(args)
 
 
@@ -59,6 +63,14 @@ def _check_without_result(args: argparse.Namespace) -> None:
                 allowed="--json",
                 hint=f"leave {option} out",
             )
+
+
+def _check_growth(args: argparse.Namespace) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in _UNHEEDED if getattr(args, name)]
+    if args.growth and given:
+        allowed = "--device, --threads, --rounds, --only, --skip, --json"
+        hint = f"leave out {'--growth' if len(given) > 1 else f'--growth or {given[0]}'}"
+        raise ConfigError("--growth has no cells", asked=", ".join(given), allowed=allowed, hint=hint)
 
 
 def _check_saved(args: argparse.Namespace) -> None:
@@ -85,16 +97,35 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 
 def check_admitted(cells: Sequence[Cell], device: torch.device, options: Options) -> None:
-    """Raises `ConfigError` if --only and --skip leave nobody in any cell."""
+    """Raises `ConfigError` if --only and --skip leave nobody in any cell, or --skip names nobody."""
     from anyattn.bench.engine import names_in
 
     if not options.only and not options.skip:
         return
-    everybody = replace(options, only=(), skip=())
+    everybody = replace(options, only=(), skip=(), peers=True)
     here = {name for cell in cells for name in names_in(cell, device, everybody)}
     if here and not any(map(options.admits, here)):
         allowed = f"names or patterns of {'; '.join(sorted(here))}"
         raise _nobody(options.only, options.skip, allowed, "leave them out, or choose of those allowed")
+    check_skipped(options.skip, here, options.say)
+
+
+def check_skipped(skip: Sequence[str], here: set[str], say: Callable[[str], None]) -> None:
+    """Says which names and patterns of --skip nobody has, of those here and of all backends.
+
+    Raises:
+        ConfigError: it is all of them.
+    """
+    from anyattn.api import registry
+
+    known = {*here, *registry().names()}
+    unknown = [glob for glob in skip if not any(fnmatchcase(name, glob) for name in known)]
+    if unknown and len(unknown) == len(skip):
+        allowed = f"names or patterns of {'; '.join(sorted(known))}"
+        hint = "leave --skip out, or choose of those allowed"
+        raise ConfigError("--skip names nobody", asked=",".join(skip), allowed=allowed, hint=hint)
+    for glob in unknown:
+        say(f"--skip {glob}: nobody has that name")
 
 
 def strangers(args: argparse.Namespace, document: dict[str, Any]) -> list[str]:

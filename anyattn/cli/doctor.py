@@ -150,8 +150,16 @@ def _problems(host: HostFacts, torch: LibraryStatus, environ: Mapping[str, str])
     except Exception as error:
         problems.append(f"what is built in can't be read: {type(error).__name__}: {error}")
     if environ.get("ANYATTN_ASSUME") and not host.simulated:
-        problems.append(f"ANYATTN_ASSUME={environ['ANYATTN_ASSUME']}: selections are made for that host")
+        problems.append(_assumed(environ["ANYATTN_ASSUME"]))
     return tuple(problems)
+
+
+def _assumed(name: str) -> str:
+    try:
+        simulate(name)
+    except Exception as error:  # an unknown name, or a plugin that breaks: no selection can be made
+        return f"ANYATTN_ASSUME={name}: {error}"
+    return f"ANYATTN_ASSUME={name}: selections are made for that host"
 
 
 def render(diagnosis: Diagnosis, width: int | None = None) -> str:

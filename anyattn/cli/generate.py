@@ -235,11 +235,14 @@ def _device(name: str | None) -> str:
     """The device asked for, once it was found to be there; else an accelerator, else the CPU."""
     import torch
 
+    from anyattn.detect import detect_machine
+
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
+        detect_machine(name)  # knows what is here and what to install
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"this torch has no such device: {reason}",

@@ -75,6 +75,15 @@ class _Parser(argparse.ArgumentParser):
         if value:
             allowed = {"int": "a whole number", "float": "a number"}.get(value[1], value[1])
             raise ConfigError(f"value of {option}", asked=value[2], allowed=allowed, hint=hint)
+        if option == "the following arguments are required":
+            words = [a.metavar or a.dest for a in self._get_positional_actions()]
+            usage = " ".join([self.prog, *map(str, words), "[options]"])
+            raise ConfigError("an argument is missing", asked=f"nothing for {what}", allowed=usage, hint=hint)
+        beside = re.fullmatch(r"not allowed with argument (.*)", what)
+        if beside:
+            both = f"{option} and {beside[1]}"
+            hint = f"leave {option} or {beside[1]} out"
+            raise ConfigError("options that exclude each other", asked=both, allowed="one of them", hint=hint)
         if what:
             raise ConfigError(option, asked="nothing" if what.startswith("expected") else what,
                 allowed=what.removeprefix("expected "), hint=hint)  # fmt: skip

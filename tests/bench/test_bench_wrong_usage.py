@@ -121,6 +121,10 @@ def test_fields_that_do_not_fit(name: str, tmp_path: Path, capsys: pytest.Captur
         ("--plot {tmp}/none/x.svg", "--plot can't be written"),
         ("--write {tmp}/none/x.json", "--write can't be written"),
         ("--write {tmp}/grid.toml/", "--write can't be written"),
+        ("--growth --cells x", "--growth has no cells; asked: --cells; allowed: --device, --threads"),
+        ("--growth --quick --minutes 3", "asked: --quick, --minutes"),
+        ("--skip zzz", "--skip names nobody; asked: zzz; allowed: names or patterns of"),
+        ("--growth --skip zzz", "--skip names nobody; asked: zzz"),
         ("--growth --plot x.svg", "--growth gives no result; asked: --plot"),
         ("--list --write t.json", "--list gives no result; asked: --write"),
         ("--from r.json --only a --quick", "--from measures nothing; asked: --only, --quick"),
@@ -141,7 +145,8 @@ def test_options_that_cannot_be(
     monkeypatch.setattr(run, "_limits", lambda *_: None)
     (tmp_path / "grid.toml").write_text(GRID)
     given = options.format(tmp=tmp_path).split()
-    where = [] if "--from" in given else ["--device", "cpu", "--grid", str(tmp_path / "grid.toml")]
+    grid = [] if "--growth" in given else ["--grid", str(tmp_path / "grid.toml")]
+    where = [] if "--from" in given else ["--device", "cpu", *grid]
     assert main(["bench", *where, *given]) == 2
     assert words.format(tmp=tmp_path) in capsys.readouterr().err
 
@@ -216,15 +221,31 @@ def test_a_list_goes_where_json_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
+def test_a_run_that_has_nothing_to_go_on_with_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, out = tmp_path / "grid.toml", tmp_path / "x.json"
+    grid.write_text(GRID)
+    monkeypatch.setattr(run, "_limits", lambda *_: None)
+    args = ["bench", "--device", "cpu", "--grid", str(grid), "--rounds", "2", "--only", "torch_native"]
+    args += ["--resume", "--json", str(out)]
+    assert main(args) == 0
+    assert f"--resume: {out} isn't there, so all cells are timed" in capsys.readouterr().err
+    assert main(args) == 0
+    assert "isn't there" not in capsys.readouterr().err
+
+
 def test_a_name_that_nobody_has_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "grid.toml").write_text(GRID)
     args = ["bench", "--device", "cpu", "--grid", str(tmp_path / "grid.toml"), "--rounds", "2", "--no-peers"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_limits", lambda *_: None)
-        assert main([*args, "--json", "--only", "torch_native,trition"]) == 0
+        assert main([*args, "--json", "--only", "torch_native,trition", "--skip", "fa3,tritn"]) == 0
     found = capsys.readouterr()
     assert "--only trition: nobody here has that name" in found.err
     assert "--only torch_native" not in found.err
+    assert "--skip tritn: nobody has that name" in found.err
+    assert "--skip fa3" not in found.err, "not here, but a backend"
     assert {row["name"] for cell in json.loads(found.out)["cells"] for row in cell["results"]} == {
         "torch_native"
     }

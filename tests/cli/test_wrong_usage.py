@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from anyattn.cli.main import main
 
@@ -32,7 +33,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("select --kind liner", "did you mean 'linear'"),
         ("select --attention causl", "did you mean 'causal'"),
         ("select --head-dim", "allowed: one argument"),
-        ("select --q-heads 0", ">= 1"),
+        ("select --q-heads 0", "asked: 0; allowed: >= 1. Next: give AttentionSpec.num_q_heads >= 1"),
+        ("select --head-dim -5", "asked: -5; allowed: >= 1. Next: give AttentionSpec.head_dim >= 1"),
         ("select --page-size 0", ">= 1"),
         ("select --window 0", ">= 1"),
         ("select --logit-cap -3", "> 0"),
@@ -52,12 +54,23 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("verify triton --device cpu --write /nowhere/t.md", "--write can't be written"),
         ("verify torch_native --workers 0", "--workers; asked: 0; allowed: >= 1"),
         ("verify torch_native --check nubmers", "did you mean 'numbers'"),
+        (
+            "verify",
+            "asked: nothing for backend; allowed: anyattn verify backend [options]. Next: `anyattn ver",
+        ),
+        ("diff", "asked: nothing for OLD, NEW; allowed: anyattn diff OLD NEW [options]"),
+        ("diff a.json", "asked: nothing for NEW; allowed: anyattn diff OLD NEW [options]"),
+        (
+            "verify torch_native --full --quick",
+            "asked: --quick and --full; allowed: one of them. Next: leave",
+        ),
         ("verify torch_native --check merge", "--check is for --case; asked: --check merge"),
         ("generate --prompt hi --page-size x", "a whole number"),
         ("generate --prompts missing.txt", "No such file"),
         ("generate --prompt hi --max-new-tokens -1", ">= 1"),
         ("generate --prompt hi --temperature nan", "temperature"),
         ("generate --prompt hi --seed -1", "seed"),
+        ("generate --prompt hi --device npu", "asked: npu; allowed: "),
         ("generate", "at least one prompt"),
     ],
 )
@@ -94,6 +107,29 @@ def test_a_misspelt_variable_stops_every_command(
     monkeypatch.delenv("ANYATTN_BACKENDD")
     monkeypatch.setenv("ANYATTN_CHECKS", "maybe")
     assert "off, host, full" in refusal(command.split(), capsys)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["bench", "generate --prompt hi"])
+def test_a_device_that_is_not_here_is_told_as_select_tells_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refusal(["select", "--device", "cuda"], capsys)
+    assert refusal([*command.split(), "--device", "cuda"], capsys) == told
+
+
+def test_doctor_says_that_an_assumed_host_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANYATTN_ASSUME", "cuda:sm9")
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith("ANYATTN_ASSUME=cuda:sm9: unknown ")
+    assert "did you mean 'cuda:sm90'" in problem
+    monkeypatch.setenv("ANYATTN_ASSUME", "cuda:sm90")
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem == "ANYATTN_ASSUME=cuda:sm90: selections are made for that host"
 
 
 def test_doctor_reports_a_misspelt_variable_and_goes_on(
