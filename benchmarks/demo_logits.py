@@ -259,6 +259,10 @@ def run(
 
 def _pairs(text: str) -> list[tuple[str, str]]:
     parts = [item.partition("+") for item in text.split(",") if item]
+    if not parts:
+        raise ConfigError(
+            "no backend", asked=repr(text), allowed="a for both phases, or a+b", hint="name one"
+        )
     return [(prefill, decode or prefill) for prefill, _, decode in parts]
 
 
@@ -267,6 +271,8 @@ def _dtypes(text: str) -> list[str]:
     for name in names:
         if name not in DTYPES:
             raise UnknownNameError("dtype", name, DTYPES)
+    if not names:
+        raise ConfigError("no dtype", asked=repr(text), allowed=", ".join(DTYPES), hint="name one or more")
     return names
 
 
@@ -320,8 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Comparison] = []
     failed: dict[str, str] = {}
     texts, dtypes = reference_texts(args.texts), _dtypes(args.dtype)
+    pairs, refused = _pairs(args.backends), dict[str, str]()
     checkpoint = load_gguf(_weights(args.weights))
-    pairs, refused = _crossed(args, checkpoint) if args.pairs else (_pairs(args.backends), {})
+    if args.pairs:
+        pairs, refused = _crossed(args, checkpoint)
     losers = failed if args.pairs else None
     for comparison in run(checkpoint, texts, pairs, dtypes, args.device, losers):
         print(comparison, flush=True)

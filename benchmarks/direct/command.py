@@ -9,7 +9,7 @@ import torch
 
 from anyattn.bench.harness.command import device_here, output_file
 from anyattn.core.arguments import argument, at_least, count
-from anyattn.errors import UnknownNameError
+from anyattn.errors import ConfigError, UnknownNameError
 from benchmarks.direct import RECIPES
 from benchmarks.direct.stage import Shape
 
@@ -22,6 +22,8 @@ def _names(text: str) -> list[str]:
     for name in names:
         if name not in RECIPES:
             raise UnknownNameError("backend with a recipe", name, RECIPES)
+    if not names:
+        raise ConfigError("no backend", asked=repr(text), allowed=", ".join(RECIPES), hint="name one or more")
     return names
 
 
