@@ -3,6 +3,9 @@
 Every call of a device function searches five namespaces of Triton for builtins, which the launch around it
 has replaced; every cast builds a table of all types; every integer sum is made a second time for an overflow
 check that asserts nothing unless the interpreter's `debug` option is on.
+
+And one fault of it is mended: a comparison keeps the type of what was compared beside numbers that are bool,
+so that, spread over a block, it becomes an integer, which Triton 3.9's interpreter takes for no mask.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ def spare_interpreter() -> None:
         _look_up_once(interpreter, tl)
     if _takes(TritonSemantic, "binary_op_sanitize_overflow_impl", "self", "lhs", "rhs", "binary_op"):
         _check_where_it_counts(TritonSemantic)
+    if _takes(interpreter.InterpreterBuilder, "create_splat", "self", "ret_ty", "arg"):
+        _spread_as_it_is(interpreter)
 
 
 def _takes(owner: Any, name: str, *parameters: str) -> bool:
@@ -79,3 +84,15 @@ def _check_where_it_counts(semantic: Any) -> None:
             plain(self, lhs, rhs, binary_op)
 
     semantic.binary_op_sanitize_overflow_impl = sanitize_overflow
+
+
+def _spread_as_it_is(interpreter: Any) -> None:
+    plain = interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        made = plain(self, ret_ty, arg)
+        if arg.data.dtype == bool and made.data.dtype != bool:
+            made.data = made.data.astype(bool)
+        return made
+
+    interpreter.InterpreterBuilder.create_splat = create_splat

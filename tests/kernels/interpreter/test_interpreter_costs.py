@@ -93,3 +93,18 @@ def test_overflow_is_found_where_it_was_found_before(monkeypatch: pytest.MonkeyP
     with pytest.raises(InterpreterError, match="int32 overflow detected for operation add"):
         twice(large)
     assert twice(large - 1).tolist() == [2**31 - 2] * 4
+
+
+@triton.jit
+def masked_by_a_number_kernel(x, at, out, N: tl.constexpr):  # noqa: ANN001, ANN201
+    i = tl.arange(0, N)
+    live = (i < 3) & (tl.load(at) >= 0)
+    tl.store(out + i, tl.load(x + i, mask=live, other=9), mask=i < N)
+
+
+@pytest.mark.parametrize(("at", "want"), [(5, [1, 2, 3, 9]), (-5, [9, 9, 9, 9])])
+def test_a_comparison_of_numbers_masks_a_block(at: int, want: list[int]) -> None:
+    """Triton 3.9's interpreter alone refuses it: `mask has unsupported dtype`."""
+    x, out = torch.tensor([1, 2, 3, 4]), torch.zeros(4, dtype=torch.int64)
+    masked_by_a_number_kernel[(1,)](x, torch.tensor([at]), out, 4)
+    assert out.tolist() == want
