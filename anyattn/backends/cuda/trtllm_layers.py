@@ -22,6 +22,7 @@ LN2 = math.log(2.0)
 _WORKSPACE_BYTES = 128 << 20
 _SCRATCH_BYTES = 64 << 20
 """Left for partial results behind the softmax statistics of a context kernel that returns the LSE."""
+_MANY_DRAFTS = 256  # of a request: more is no number that anybody drafts
 _MOST_SMS = 1024
 """More than any GPU has: counters are as many as SMs, or as requests times heads."""
 
@@ -125,15 +126,12 @@ class Memory:
     Attributes:
         workspace: XQA's semaphores (the first 8 MiB) and scratch; trtllm-gen's statistics and scratch.
         counters: of trtllm-gen's splits, a request and head each.
-        drafts: tokens of a request that a step may verify: XQA is compiled for that number. Two at least: its
-            kernel for one is that of decode, which takes no request without any and may round queries.
     """
 
     def __init__(self, config: BackendConfig, device: torch.device) -> None:
         limits = config.limits
         self._device, self._limits = device, limits
         self._heads = max(config.groups.max_q_heads.values())
-        self.drafts = max(2, limits.max_draft_tokens)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.counters = self._new_counters(limits.max_requests + 1)
         self._held: dict[str, torch.Tensor] = {}
@@ -156,10 +154,20 @@ class Memory:
         size = max(num_requests, self._limits.max_requests) + 1
         return self._take(f"offsets.{index}", size, (num_requests + 1,), torch.int32, stable=stable)
 
-    def chain(self, num_tokens: int, *, stable: bool) -> torch.Tensor:
+    def drafts(self, max_q_len: int) -> int:
+        """Tokens of a request that XQA is started for in a step: what a process may verify, since a kernel is
+        compiled for that number. Who doesn't say may verify all the context, and gets a power of two.
+
+        Two at least: the kernel for one is that of decode, which takes no request without any and may round
+        queries.
+        """
+        most = self._limits.max_draft_tokens
+        return max(2, most if most <= _MANY_DRAFTS else 1 << (max_q_len - 1).bit_length())
+
+    def chain(self, num_tokens: int, drafts: int, *, stable: bool) -> torch.Tensor:
         """uint16 words of XQA's mask as int16 `[T, words]`: rows are padded to 32 bits."""
-        words = -(-self.drafts // 32) * 2
-        rows = max(num_tokens, self._limits.max_requests * self.drafts)
+        words = -(-drafts // 32) * 2
+        rows = max(num_tokens, self._limits.max_requests * drafts)
         return self._take("chain", rows * words, (num_tokens, words), torch.int16, stable=stable)
 
     def _take(

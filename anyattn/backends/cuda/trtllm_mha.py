@@ -44,9 +44,10 @@ _XQA, _XQA_ROUNDING = "xqa", "xqa with 8-bit products"
 @dataclass(eq=False)
 class _Step:
     """`Plan.private`. `bound`: KV tokens of a request at most; `kv_offsets`: running sums of the tables'
-    lengths, int32 `[B + 1]`, for context kernels; `chain`: XQA's mask of draft tokens."""
+    lengths, int32 `[B + 1]`, for context kernels; `chain`: XQA's mask of `drafts` tokens a request."""
 
     bound: int
+    drafts: int = 0
     kv_offsets: dict[TableGroup, torch.Tensor] = field(default_factory=dict)
     chain: torch.Tensor | None = None
 
@@ -98,7 +99,8 @@ class TrtllmMHA(FusedWrites):
         stable = plan.stable
         self._memory.cover(plan.key.num_requests, max(1, plan.max_q_len), stable=stable)
         if mode is ForwardMode.TARGET_VERIFY and self._uses_xqa[mode]:
-            step.chain = self._memory.chain(plan.key.num_tokens, stable=stable)
+            step.drafts = self._memory.drafts(plan.max_q_len)
+            step.chain = self._memory.chain(plan.key.num_tokens, step.drafts, stable=stable)
         elif self._is_context(mode):
             for index, group in enumerate(plan.tables):
                 step.kv_offsets[group] = self._memory.offsets(index, plan.key.num_requests, stable=stable)
@@ -151,11 +153,11 @@ class TrtllmMHA(FusedWrites):
                 },
             )  # fmt: skip
         elif self._uses_xqa[plan.key.mode]:
-            drafts = self._memory.drafts
             assert step.chain is not None
             mask = step.chain.view(torch.uint16)
-            chain = {"q_len_per_req": drafts, "mask": mask, "q_cu_seq_lens": plan.query_offsets}
-            self._run_xqa(call, chain)
+            self._run_xqa(
+                call, {"q_len_per_req": step.drafts, "mask": mask, "q_cu_seq_lens": plan.query_offsets}
+            )
         else:
             ragged = {
                 "q_len_per_req": None,

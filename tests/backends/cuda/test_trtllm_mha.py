@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,3 +252,14 @@ def test_a_process_that_verifies_one_token_alone(drafts: tuple[int, int], dtype:
         assert world.decision.request.limits is not None
         assert world.decision.request.limits.max_draft_tokens == 1
         _run(world)
+
+
+def test_a_process_that_does_not_say_how_many_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may verify all its context: the kernel isn't compiled for that, nor masks made so wide."""
+    limits = World._limits
+    monkeypatch.setattr(World, "_limits", lambda self: replace(limits(self), max_draft_tokens=1 << 17))
+    with emulating("trtllm_mha", _HOSTS["xqa"]):
+        watched = Watched(monkeypatch)
+        _run(_world("xqa", mode="verify", prefix_lens=(40, 0), extend_lens=(5, 3)))
+    given = watched.calls[0][1]
+    assert (given["q_len_per_req"], tuple(given["mask"].shape)) == (8, (8, 2))
