@@ -31,7 +31,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import anyattn
 from anyattn.backends.intel.vllm_cpu_pages import ISA_OF_LAYOUT
 from anyattn.bench.harness.command import output_file
-from anyattn.core.arguments import count, one_line_errors
+from anyattn.command_line import count, one_line_errors
 from anyattn.kernels.vllm_cpu import load_kernels
 
 BATCH, HEADS, KV_HEADS, DIM, CONTEXT = 8, 32, 8, 128, 2048

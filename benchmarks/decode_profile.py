@@ -30,7 +30,7 @@ import torch
 import anyattn
 from anyattn.bench.harness.command import device_here, output_file
 from anyattn.bench.harness.report import device_name, versions
-from anyattn.core.arguments import at_least, count, counts, one_line_errors
+from anyattn.command_line import at_least, count, counts, one_line_errors
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.inflight import InFlight
 from anyattn.demo.model import LlamaModel

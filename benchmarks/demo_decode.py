@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anyattn.bench.harness import Candidate, Report, Work, add_arguments, emit, measure, settings_of
-from anyattn.core.arguments import count, one_line_errors
+from anyattn.command_line import count, one_line_errors
 from anyattn.demo.engine import Engine, EngineConfig
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.sampler import SamplingParams

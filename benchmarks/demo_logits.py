@@ -28,7 +28,7 @@ import torch
 
 import anyattn
 from anyattn.bench.harness.command import device_here, output_file
-from anyattn.core.arguments import count, one_line_errors
+from anyattn.command_line import count, one_line_errors
 from anyattn.demo.model import LlamaModel
 from anyattn.demo.weights import Checkpoint, find_gguf, load_gguf
 from anyattn.errors import ConfigError, UnknownNameError

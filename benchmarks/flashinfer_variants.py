@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from anyattn.core.arguments import count, one_line_errors
+from anyattn.command_line import count, one_line_errors
+from anyattn.detect.host import detect_host
 
 if TYPE_CHECKING:
     from anyattn.testing.cases import Case
@@ -184,12 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.action == "list":
         print("\n".join(str(variant) for variant in VARIANTS))
         return 0
-    from anyattn.bench.harness.command import device_here
-
-    try:
-        device_here(args.device)
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+    detect_host(args.device)  # refuses one that isn't here
     if args.action == "verify":
         return _verify(args.count, args.workers, args.device, args.seed)
     wrong = 0

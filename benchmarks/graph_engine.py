@@ -31,7 +31,7 @@ import torch
 import anyattn
 from anyattn.bench.harness.command import device_here, output_file
 from anyattn.bench.harness.report import device_name, versions
-from anyattn.core.arguments import count, one_line_errors
+from anyattn.command_line import count, one_line_errors
 from anyattn.core.batch import ForwardBatch, ForwardMode, UpperBound
 from anyattn.core.context import forward_context
 from anyattn.core.graph.objects import GraphPlatform

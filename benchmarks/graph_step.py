@@ -35,7 +35,7 @@ import torch
 import anyattn
 from anyattn.bench.harness.command import output_file
 from anyattn.bench.harness.report import device_name, versions
-from anyattn.core.arguments import argument, count, one_line_errors
+from anyattn.command_line import argument, count, one_line_errors
 from anyattn.core.context import current_context, forward_context
 from anyattn.core.graph.buckets import Buckets
 from anyattn.core.graph.objects import GraphPlatform

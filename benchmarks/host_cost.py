@@ -29,7 +29,7 @@ import torch
 import anyattn
 from anyattn.bench.harness import Candidate, CudaTimer, Report, Settings, Timer, measure
 from anyattn.bench.harness.report import device_name, versions
-from anyattn.core.arguments import at_least, one_line_errors
+from anyattn.command_line import at_least, one_line_errors
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Recipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from anyattn.bench.harness.report import device_name, versions
-from anyattn.core.arguments import at_least, counts, one_line_errors
+from anyattn.command_line import at_least, counts, one_line_errors
 from anyattn.errors import AnyattnError
 from benchmarks.direct import RECIPES, NoRecipe, Shape, Stage
 from benchmarks.direct.command import add_shape, offer_interpreter, shape_of

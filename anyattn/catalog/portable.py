@@ -196,7 +196,8 @@ def _flex(*dtypes: str, **fields: Any) -> tuple[CapabilityRow, ...]:
     return tuple(part for row in rows for part in by_proof(row, {"cuda:sm90": Proof.HARDWARE}, row.proof))
 
 
-_FLEX_GROUPS = tuple(range(1, 129))  # heads of a group are rows of one block of the mask in decode
+# Heads of a group are rows of one block of the mask in decode, which has 128; up to 72 ran on an H200.
+_FLEX_GROUPS = tuple(range(1, 129))
 
 _FLEX_PAGED: dict[str, Any] = {
     "architectures": arch.CUDA,

@@ -66,19 +66,25 @@ def _check_without_result(args: argparse.Namespace) -> None:
 
 
 def _check_growth(args: argparse.Namespace) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in _UNHEEDED if getattr(args, name)]
-    if args.growth and given:
+    if args.growth:
         allowed = "--device, --threads, --rounds, --only, --skip, --json"
-        hint = f"leave out {'--growth' if len(given) > 1 else f'--growth or {given[0]}'}"
-        raise ConfigError("--growth has no cells", asked=", ".join(given), allowed=allowed, hint=hint)
+        _refuse_beside("--growth", "has no cells", args, _UNHEEDED, allowed)
 
 
 def _check_saved(args: argparse.Namespace) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in _MEASURING if getattr(args, name)]
-    if args.saved and given:
+    if args.saved:
         allowed = "--json, --write, --merge, --plot, --markdown, --defaults: a saved result is shown whole"
-        hint = f"leave out {'--from' if len(given) > 1 else f'--from or {given[0]}'}"
-        raise ConfigError("--from measures nothing", asked=", ".join(given), allowed=allowed, hint=hint)
+        _refuse_beside("--from", "measures nothing", args, _MEASURING, allowed)
+
+
+def _refuse_beside(
+    option: str, why: str, args: argparse.Namespace, names: Sequence[str], allowed: str
+) -> None:
+    """Raises `ConfigError` if any of these options is given, which `option` would ignore."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if given:
+        hint = f"leave out {option if len(given) > 1 else f'{option} or {given[0]}'}"
+        raise ConfigError(f"{option} {why}", asked=", ".join(given), allowed=allowed, hint=hint)
 
 
 def _check_paths(args: argparse.Namespace) -> None:

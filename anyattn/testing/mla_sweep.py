@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from anyattn.core.arguments import argument, count, one_line_errors
+from anyattn.command_line import argument, count, one_line_errors
 from anyattn.errors import UnknownNameError
 from anyattn.testing.emulators import emulator_of, install
 from anyattn.testing.mla_cases import MLASpace, random_mla_case

@@ -8,7 +8,7 @@ import os
 import torch
 
 from anyattn.bench.harness.command import device_here, output_file
-from anyattn.core.arguments import argument, at_least, count
+from anyattn.command_line import argument, at_least, count
 from anyattn.errors import ConfigError, UnknownNameError
 from benchmarks.direct import RECIPES
 from benchmarks.direct.stage import Shape

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anyattn.demo.weights
-from anyattn.core.arguments import one_line_errors
+from anyattn.command_line import one_line_errors
 from anyattn.errors import LibraryError
 
 README = str(Path(__file__).resolve().parents[2] / "README.md")

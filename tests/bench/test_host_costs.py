@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,9 +159,11 @@ def test_unknown_backends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_device_that_is_not_here_is_told(
     main: Callable[[list[str]], int], action: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([*action, "--device", "npu:7"])
-    assert end.value.code == 2
+    try:
+        status: Any = main([*action, "--device", "npu:7"])
+    except SystemExit as end:  # a parser's way of saying so
+        status = end.code
+    assert status == 2
     said = capsys.readouterr().err
     assert "asked: npu:7" in said
     assert "Next: " in said

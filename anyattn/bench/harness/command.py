@@ -9,7 +9,7 @@ import torch
 from anyattn.bench.harness.measure import Settings
 from anyattn.bench.harness.report import Report
 from anyattn.bench.outputs import check_file
-from anyattn.core.arguments import argument, at_least, count
+from anyattn.command_line import argument, at_least, count
 from anyattn.detect.host import detect_host
 from anyattn.errors import ConfigError
 
